@@ -85,7 +85,9 @@ losses, cost = newton()
 curves = {f"gradient descent, lr {lr:g}": gradient_descent(cost[-1], lr) for lr in (0.3, 1.0)}
 best = min(min(losses), *map(min, curves.values()))
 figure, ax = plt.subplots()
-ax.semilogy(cost, [loss - best + 1e-12 for loss in losses], "o-", label="CG-Newton, a dot for each step")
+ax.semilogy(
+    cost, [loss - best + 1e-12 for loss in losses], "o-", label="CG-Newton, a dot for each step"
+)
 for label, curve in curves.items():
     ax.semilogy([loss - best + 1e-12 for loss in curve], label=label)
 ax.set(xlabel="cost in gradients of the training set", ylabel="loss above the best")

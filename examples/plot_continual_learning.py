@@ -64,7 +64,7 @@ def learn_first(task: Task) -> nn.Module:
 
 
 def penalty(model: nn.Module, task: Task, kind: str, strength: float):
-    """A function that says how far the model has moved away from what it is now, in terms of the loss of a task."""
+    """How far a model has moved away from what it is now, in terms of the loss of a task."""
     now = extend(copy.deepcopy(model))
     x, y = halves(task)[0]
     with backpack(DiagGGNExact() if kind == "EWC" else KFLR()):
@@ -79,7 +79,10 @@ def penalty(model: nn.Module, task: Task, kind: str, strength: float):
         return left @ move @ right[0] if right else left @ move
 
     def value() -> Tensor:
-        moves = [(p, new - p.detach()) for p, new in zip(now.parameters(), model.parameters(), strict=True)]
+        moves = [
+            (p, new - p.detach())
+            for p, new in zip(now.parameters(), model.parameters(), strict=True)
+        ]
         return strength / 2 * sum((move * product(p, move)).sum() for p, move in moves)
 
     return value
@@ -90,7 +93,10 @@ def penalty(model: nn.Module, task: Task, kind: str, strength: float):
 # EWC it drops at first and recovers, and the second task is learned a little more slowly.
 model = learn_first(first)
 figure, ax = plt.subplots(figsize=(5, 3.8))
-for label, strength, color, height in (("without", 0, "C1", 0.14), ("with EWC", 100, "C0", 0.05)):
+for label, strength, color, height in (
+    ("without", 0, "C1", 0.14),
+    ("with EWC", 100, "C0", 0.05),
+):
     learner = copy.deepcopy(model)
     held = penalty(learner, first, "EWC", strength)
     curves = [(accuracy(learner, first), accuracy(learner, second))]
@@ -126,10 +132,14 @@ for ax, (case, (old, new)) in zip(axes, cases.items(), strict=True):
             learners = [copy.deepcopy(start) for start in starts]
             for learner in learners:
                 train(learner, new, 120, penalty(learner, old, kind, strength))
-            points.append([sum(accuracy(each, task) for each in learners) / 2 for task in (new, old)])
+            points.append(
+                [sum(accuracy(each, task) for each in learners) / 2 for task in (new, old)]
+            )
         ax.plot(*zip(*points, strict=True), "o-", color=color)
         ax.text(0.04, height, kind, color=color, weight="bold", transform=ax.transAxes)
-    ax.set(title=case, xlabel="test accuracy on the second task, %", ylabel="on the first task, %")
+    ax.set(
+        title=case, xlabel="test accuracy on the second task, %", ylabel="on the first task, %"
+    )
     ax.set(xlim=(-3, 103), ylim=(-3, 103))
 plt.show()
 

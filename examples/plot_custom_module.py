@@ -78,7 +78,12 @@ def seconds(*extensions) -> float:
     return best
 
 
-quantities = {"nothing": (), "BatchGrad": (BatchGrad(),), "DiagGGNExact": (DiagGGNExact(),), "KFLR": (KFLR(),)}
+quantities = {
+    "nothing": (),
+    "BatchGrad": (BatchGrad(),),
+    "DiagGGNExact": (DiagGGNExact(),),
+    "KFLR": (KFLR(),),
+}
 by_default = [seconds(*extensions) for extensions in quantities.values()]
 
 

@@ -19,12 +19,16 @@ torch.manual_seed(0)
 images, y = load_one_batch_mnist(256)
 x = nn.functional.avg_pool2d(images, 2).flatten(1)  # 14 x 14
 widths = [196, 128, 128, 128, 128, 128, 128, 10]
-layers = [layer for i, o in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(i, o), nn.ReLU())]
+layers = [
+    layer
+    for i, o in zip(widths, widths[1:], strict=False)
+    for layer in (nn.Linear(i, o), nn.ReLU())
+]
 model, lossfunc = extend(nn.Sequential(*layers[:-1])), nn.CrossEntropyLoss()
 
 
 class Meter:
-    """Condenses each module's individual gradients to their median norm, and notes how much memory fields take."""
+    """Condenses individual gradients to their median norm, and notes how much memory fields take."""
 
     def __init__(self, delete: bool):
         self.delete, self.megabytes, self.norms = delete, [], {}
@@ -54,7 +58,7 @@ def measure(delete: bool) -> Meter:
 # single layer; without, it is the sum.
 kept, deleted = measure(delete=False), measure(delete=True)
 assert kept.norms == deleted.norms
-print(f"peak: {max(kept.megabytes):.0f} MB if kept, {max(deleted.megabytes):.0f} MB if deleted at once")
+print(f"peak: {max(kept.megabytes):.0f} MB if kept, {max(deleted.megabytes):.0f} MB if deleted")
 
 figure, ax = plt.subplots()
 names = [f"layer {i}" for i in range(len(widths) - 1, 0, -1)]

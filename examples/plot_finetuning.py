@@ -20,7 +20,9 @@ from curvopt.utils.examples import mnist_images
 
 torch.manual_seed(0)
 coarse, coarse_labels = map(torch.from_numpy, load_digits(return_X_y=True))
-coarse = nn.functional.interpolate(coarse.float().view(-1, 1, 8, 8) / 16, 28, mode="bilinear").expand(-1, 3, -1, -1)
+coarse = nn.functional.interpolate(
+    coarse.float().view(-1, 1, 8, 8) / 16, 28, mode="bilinear"
+).expand(-1, 3, -1, -1)
 images, labels = mnist_images()
 order = torch.randperm(len(images))[:2500]
 images, labels = (images[order].float() / 255).expand(-1, 3, -1, -1), labels[order]
@@ -49,9 +51,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
     return torch.tensor(seconds), torch.tensor(losses)
 
 
-start = VisionTransformer(28, patch_size=7, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=10)
+start = VisionTransformer(
+    28, patch_size=7, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=10
+)
 nn.init.normal_(start.heads.head.weight, std=0.02)  # torchvision begins with zeros
-_, losses = train(start, torch.optim.AdamW(start.parameters(), lr=0.001), coarse, coarse_labels, 200)
+_, losses = train(
+    start, torch.optim.AdamW(start.parameters(), lr=0.001), coarse, coarse_labels, 200
+)
 print(f"loss of the coarse digits: {losses[-10:].mean():.2f}")
 
 # %%
@@ -70,7 +76,8 @@ for name, (make, steps) in runs.items():
     axes.semilogy(seconds[9:], smooth, label=name)
     with torch.no_grad():
         right = (model.eval()(test_x).argmax(1) == test_y).float().mean()
-    print(f"{name:10} {steps} steps, {seconds[-1]:.0f} s: loss {smooth[-1]:.3f}, {right:.1%} of unseen images right")
+    print(f"{name:10} {steps} steps, {seconds[-1]:.0f} s, loss {smooth[-1]:.3f}", end=", ")
+    print(f"{right:.1%} of unseen images right")
 axes.set(xlabel="seconds", ylabel="training loss, mean of ten batches")
 axes.legend(frameon=False)
 plt.show()

@@ -21,8 +21,10 @@ images, labels = load_one_batch_mnist(3000, flat=True)
 
 
 def noise_scale(model: nn.Module, N: int) -> tuple[float, float]:
-    """Unbiased estimates of ``tr(Sigma)`` and ``|G|^2`` from the fields of a mean over N samples."""
-    second_moment = N * sum(p.sum_grad_squared.sum() for p in model.parameters())  # mean of |g_n|^2
+    """Unbiased estimates of ``tr(Sigma)`` and ``|G|^2`` from fields of a mean over N samples."""
+    second_moment = N * sum(
+        p.sum_grad_squared.sum() for p in model.parameters()
+    )  # mean of |g_n|^2
     squared_mean = sum(p.grad.square().sum() for p in model.parameters())  # |mean of g_n|^2
     trace = (second_moment - squared_mean) * N / (N - 1)
     return trace.item(), (squared_mean - trace / N).item()

@@ -47,7 +47,12 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    convolutions = [nn.Conv2d(1, 4, 5, stride=3), nn.Tanh(), nn.Conv2d(4, 8, 3, stride=2), nn.Tanh()]
+    convolutions = [
+        nn.Conv2d(1, 4, 5, stride=3),
+        nn.Tanh(),
+        nn.Conv2d(4, 8, 3, stride=2),
+        nn.Tanh(),
+    ]
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(72, 10))
 
 
@@ -62,7 +67,9 @@ def train(make, penalty: float, steps: int = 40) -> tuple[list[float], list[floa
         loss = lossfunc(model(x), y)
         with backpack(Variance()):
             loss.backward(create_graph=True)
-        variance = sum(p.variance.sum() for p in model.parameters()) * len(x) ** 2  # of the unscaled gradients
+        variance = (
+            sum(p.variance.sum() for p in model.parameters()) * len(x) ** 2
+        )  # of the unscaled gradients
         gradients = torch.autograd.grad(penalty * variance, list(model.parameters()))
         with torch.no_grad():
             for p, gradient in zip(model.parameters(), gradients, strict=True):
@@ -79,7 +86,9 @@ figure, axes = plt.subplots(2, 1, figsize=(5, 6.4))
 for make, colour in ((mlp, "C0"), (cnn, "C1")):
     for penalty, style in ((0.0, "-"), (0.01, "--")):
         losses, variances = train(make, penalty)
-        axes[0].plot(losses, style, color=colour, label=f"{make.__name__.upper()}, penalty {penalty:g}")
+        axes[0].plot(
+            losses, style, color=colour, label=f"{make.__name__.upper()}, penalty {penalty:g}"
+        )
         axes[1].semilogy(losses, variances, style, color=colour)
 axes[0].set(xlabel="step", ylabel="loss of the batch")
 axes[0].legend(fontsize=9)

@@ -36,7 +36,11 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def train(model: nn.Module, keep: Tensor) -> nn.Module:
     optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=1000, tolerance_grad=1e-6, history_size=50, line_search_fn="strong_wolfe"
+        model.parameters(),
+        max_iter=1000,
+        tolerance_grad=1e-6,
+        history_size=50,
+        line_search_fn="strong_wolfe",
     )
 
     def closure() -> Tensor:
@@ -51,7 +55,8 @@ def train(model: nn.Module, keep: Tensor) -> nn.Module:
 
 
 model = train(nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)), torch.ones(N))
-print(f"{(model(test_x).argmax(1) == test_y).double().mean():.1%} of the test images are read correctly")
+right = (model(test_x).argmax(1) == test_y).double().mean()
+print(f"{right:.1%} of the test images are read correctly")
 
 # %%
 # We ask about 25 of the 100 test images with the largest losses. If training image n is left out, the loss of a test
@@ -89,10 +94,12 @@ def rotated(gradients: Tensor, basis: list[Tensor]) -> Tensor:
 
 
 def by_eigenvalues(eigenvalues: list[Tensor]) -> Tensor:
-    """Predicted rise of the loss, ``[test images, training images]``, with a block of curvature for each parameter."""
+    """Predicted rise of the loss, ``[test images, training images]``, parameter by parameter."""
     total = torch.zeros(len(asked), N)
     for p, test, train, values in zip(parameters, of_test, of_train, eigenvalues, strict=True):
-        total += (rotated(test, bases[p]) / (values / N + DECAY)) @ rotated(train, bases[p]).T / N
+        total += (
+            (rotated(test, bases[p]) / (values / N + DECAY)) @ rotated(train, bases[p]).T / N
+        )
     return total
 
 
@@ -153,13 +160,21 @@ measured = torch.stack(measured, 1)
 
 def correlation(predicted: Tensor) -> float:
     pairs = zip(predicted[:, left_out], measured, strict=True)
-    return torch.stack([torch.corrcoef(torch.stack(pair))[0, 1] for pair in pairs]).mean().item()
+    return (
+        torch.stack([torch.corrcoef(torch.stack(pair))[0, 1] for pair in pairs]).mean().item()
+    )
 
 
 score = {name: correlation(values) for name, values in predicted.items()}
 figure, axes = plt.subplots(2, 1, figsize=(5, 6.4), height_ratios=[1.6, 1])
 for name, color in (("EK-FAC", "C0"), ("all of G", "C1")):
-    axes[0].plot(predicted[name][:, left_out].flatten(), measured.flatten(), ".", color=color, markersize=4)
+    axes[0].plot(
+        predicted[name][:, left_out].flatten(),
+        measured.flatten(),
+        ".",
+        color=color,
+        markersize=4,
+    )
 for name, color, height in (("EK-FAC", "C0", 0.92), ("all of G", "C1", 0.84)):
     axes[0].text(0.03, height, name, color=color, weight="bold", transform=axes[0].transAxes)
 axes[0].axline((0, 0), slope=1, color="k", linestyle="--", linewidth=1)

@@ -39,9 +39,12 @@ def jacobian(model: nn.Module, x: Tensor) -> Tensor:
 J = jacobian(model, x)
 parameters = dict(model.named_parameters())
 by_sample = torch.func.vmap(
-    torch.func.jacrev(lambda p, x: torch.func.functional_call(model, p, (x,))), in_dims=(None, 0)
+    torch.func.jacrev(lambda p, x: torch.func.functional_call(model, p, (x,))),
+    in_dims=(None, 0),
 )(parameters, x)
-assert torch.allclose(J, torch.cat([value.flatten(2) for value in by_sample.values()], dim=2), atol=1e-5)
+assert torch.allclose(
+    J, torch.cat([value.flatten(2) for value in by_sample.values()], dim=2), atol=1e-5
+)
 print("Jacobian of", list(J.shape), "samples x outputs x parameters")
 
 

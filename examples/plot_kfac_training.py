@@ -30,7 +30,9 @@ def make_model() -> nn.Module:
     )
 
 
-def train(model: nn.Module, lossfunc: nn.Module, optimizer: torch.optim.Optimizer, epochs: int = 4) -> list[float]:
+def train(
+    model: nn.Module, lossfunc: nn.Module, optimizer: torch.optim.Optimizer, epochs: int = 4
+) -> list[float]:
     losses = []
     for _ in range(epochs):
         for chosen in torch.randperm(len(images)).split(100):

@@ -69,18 +69,30 @@ prior = priors[min(range(len(priors)), key=by_prior.__getitem__)]
 # promises too much; the approximation is above, on the careful side.
 figure, axes = plt.subplots(2, 1, figsize=(5, 7))
 axes[0].semilogx(priors, by_prior, "o-", color="C1", label="Laplace approximation")
-axes[0].axhline(log_loss(alone(x[validation]), y[validation]), color="C0", label="the network alone")
+axes[0].axhline(
+    log_loss(alone(x[validation]), y[validation]), color="C0", label="the network alone"
+)
 axes[0].set(xlabel="precision of the prior", ylabel="log loss on validation images")
 axes[0].set_ylim(top=1.4)
 axes[0].legend(loc="upper center")
 
 print(f"{'':24} log loss  accuracy  mean confidence")
-for label, p in (("the network alone", alone(x[test])), (f"Laplace, prior {prior:.0f}", laplace(x[test], prior))):
+for label, p in (
+    ("the network alone", alone(x[test])),
+    (f"Laplace, prior {prior:.0f}", laplace(x[test], prior)),
+):
     confidence, guess = p.max(1)
     right = (guess == y[test]).float()
-    print(f"{label:24} {log_loss(p, y[test]):8.3f} {right.mean():9.3f} {confidence.mean():16.3f}")
+    print(
+        f"{label:24} {log_loss(p, y[test]):8.3f} {right.mean():9.3f} {confidence.mean():16.3f}"
+    )
     parts = confidence.argsort().chunk(6)
-    axes[1].plot([confidence[i].mean() for i in parts], [right[i].mean() for i in parts], "o-", label=label)
+    axes[1].plot(
+        [confidence[i].mean() for i in parts],
+        [right[i].mean() for i in parts],
+        "o-",
+        label=label,
+    )
 axes[1].plot([0.3, 1], [0.3, 1], "k--", linewidth=1)
 axes[1].set(xlabel="probability of the likeliest digit", ylabel="share of right guesses")
 axes[1].legend(loc="lower right")

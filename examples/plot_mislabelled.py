@@ -27,14 +27,18 @@ train_y = torch.where(is_wrong, (truth + torch.randint(1, 10, (2000,))) % 10, tr
 
 # %%
 # Train until the wrong labels are learned, too.
-model, lossfunc = nn.Sequential(nn.Linear(196, 32), nn.Tanh(), nn.Linear(32, 10)), nn.CrossEntropyLoss()
+model, lossfunc = (
+    nn.Sequential(nn.Linear(196, 32), nn.Tanh(), nn.Linear(32, 10)),
+    nn.CrossEntropyLoss(),
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
 for _ in range(2500):
     chosen = torch.randint(len(train_x), (128,))
     optimizer.zero_grad()
     lossfunc(model(train_x[chosen]), train_y[chosen]).backward()
     optimizer.step()
-print(f"clean images that are read correctly: {(model(clean_x).argmax(1) == clean_y).float().mean():.1%}")
+right = (model(clean_x).argmax(1) == clean_y).float().mean()
+print(f"clean images that are read correctly: {right:.1%}")
 
 # %%
 # The gradient of the clean images, then those of the training images with the curvature. For each parameter, the
@@ -57,7 +61,8 @@ figure, axes = plt.subplots()
 for name, score in scores.items():
     found = is_wrong[score.argsort(descending=True)].float().cumsum(0)
     axes.plot(100 * found / is_wrong.sum(), label=name)
-    print(f"{name:18} finds {100 * found[399] / is_wrong.sum():.0f} % of the wrong labels in the first 400 images")
+    share = found[399] / is_wrong.sum()
+    print(f"{name:18} finds {share:.0%} of the wrong labels in the first 400 images")
 axes.plot([0, 500], [0, 25], color="0.6", ls=":", label="by chance")
 axes.set(xlabel="images looked at", ylabel="wrong labels found / %", xlim=(0, 500))
 axes.legend(frameon=False)

@@ -41,9 +41,14 @@ def points(number: int) -> tuple[Tensor, Tensor]:
 def loss_at(model: nn.Module, inside: Tensor, edge: Tensor) -> Tensor:
     at = inside.clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(at).sum(), at, create_graph=True)
-    second = [torch.autograd.grad(slope[:, k].sum(), at, create_graph=True)[0][:, k : k + 1] for k in (0, 1)]
+    second = [
+        torch.autograd.grad(slope[:, k].sum(), at, create_graph=True)[0][:, k : k + 1]
+        for k in (0, 1)
+    ]
     residual = second[0] + second[1] + 2 * pi**2 * solution(inside)
-    return F.mse_loss(residual, torch.zeros_like(residual)) + 100 * F.mse_loss(model(edge), torch.zeros(len(edge), 1))
+    return F.mse_loss(residual, torch.zeros_like(residual)) + 100 * F.mse_loss(
+        model(edge), torch.zeros(len(edge), 1)
+    )
 
 
 # %%
@@ -53,7 +58,9 @@ def loss_at(model: nn.Module, inside: Tensor, edge: Tensor) -> Tensor:
 # learning rate.
 def errors_by_seconds(make, steps: int, every: int) -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    model = nn.Sequential(
+        nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+    )
     optimizer = make(model)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     chosen = points(256)
@@ -77,7 +84,11 @@ def errors_by_seconds(make, steps: int, every: int) -> tuple[list[float], list[f
 
 
 runs = {
-    "AdamW": (lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0), 1500, 30),
+    "AdamW": (
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0),
+        1500,
+        30,
+    ),
     "SOAP": (lambda model: SOAP(model.parameters(), lr=0.01, weight_decay=0.0), 800, 20),
     "KFACAdamW": (lambda model: KFACAdamW(model, lr=0.1), 500, 10),
     "HessianFree": (lambda model: HessianFree(model.parameters(), cg_iterations=50), 28, 1),

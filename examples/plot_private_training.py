@@ -22,7 +22,9 @@ x, y = torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
 train_x, train_y, test_x, test_y = x[:1500], y[:1500], x[1500:], y[1500:]
 
 
-def clipped_gradients(model: nn.Module, x: Tensor, y: Tensor, clip: float) -> tuple[list[Tensor], Tensor]:
+def clipped_gradients(
+    model: nn.Module, x: Tensor, y: Tensor, clip: float
+) -> tuple[list[Tensor], Tensor]:
     """Sum of the clipped individual gradients, and their norms before clipping."""
     losses = nn.functional.cross_entropy(model(x), y, reduction="none")
     with backpack(BatchL2Grad()):

@@ -70,7 +70,10 @@ def scores(model: nn.Module, rule: str) -> list[Tensor]:
     extend(model)
     with backpack(DiagHessian() if rule == "Hessian" else DiagGGNExact()):
         nn.functional.cross_entropy(model(train_x), train_y).backward()
-    return [w.detach() ** 2 * (w.diag_h if rule == "Hessian" else w.diag_ggn_exact) / 2 for w in weights(model)]
+    return [
+        w.detach() ** 2 * (w.diag_h if rule == "Hessian" else w.diag_ggn_exact) / 2
+        for w in weights(model)
+    ]
 
 
 def prune(model: nn.Module, rule: str, steps: bool, epochs: int) -> list[float]:
@@ -79,7 +82,10 @@ def prune(model: nn.Module, rule: str, steps: bool, epochs: int) -> list[float]:
     found, masks = scores(model, rule), [torch.ones_like(w) for w in weights(model)]
     for sparsity in SPARSITIES:
         if steps:
-            found = [s.masked_fill(mask == 0, -torch.inf) for s, mask in zip(scores(model, rule), masks, strict=True)]
+            found = [
+                s.masked_fill(mask == 0, -torch.inf)
+                for s, mask in zip(scores(model, rule), masks, strict=True)
+            ]
         bound = torch.cat([s.flatten() for s in found]).quantile(sparsity)
         masks = [(s > bound).float() for s in found]
         with torch.no_grad():
@@ -93,7 +99,11 @@ def prune(model: nn.Module, rule: str, steps: bool, epochs: int) -> list[float]:
 # %%
 # There are three ways to get to a sparsity, the share of weights that are zero: all at once; in steps, with new scores
 # after each; or in steps with two epochs of training after each, as in the paper.
-ways = {"at once": (False, 0), "in steps": (True, 0), "in steps, with training in between": (True, 2)}
+ways = {
+    "at once": (False, 0),
+    "in steps": (True, 0),
+    "in steps, with training in between": (True, 2),
+}
 rules = {"magnitude": "C1", "Hessian": "C0", "Gauss-Newton": "C2"}
 dense = [make_model(seed) for seed in SEEDS]
 figure, axes = plt.subplots(3, 1, figsize=(5, 9), sharex=True)

@@ -21,7 +21,7 @@ CARTS, STEPS, UPDATES, DISCOUNT, MIX, LONGEST = 128, 16, 60, 0.99, 0.95, 500
 
 
 def push(state: Tensor, right: Tensor) -> Tensor:
-    """The state ``[carts, 4]`` (position, speed, angle of the pole, its speed) 0.02 seconds after a push."""
+    """The state ``[carts, 4]`` (place, speed, angle, its speed) 0.02 seconds after a push."""
     x, v, angle, turn = state.unbind(1)
     sin, cos = angle.sin(), angle.cos()
     pull = (20 * right - 10 + 0.05 * turn**2 * sin) / 1.1
@@ -42,7 +42,10 @@ class ActorCritic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.actor, self.critic = (
-            nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)) for _ in range(2)
+            nn.Sequential(
+                nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+            )
+            for _ in range(2)
         )
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,13 +79,18 @@ def train(make, seed: int) -> list[float]:
                 state = torch.where(over[:, None], start(), after)
             states, pushes, afters, fell, over = map(torch.stack, zip(*record, strict=True))
             before = model.critic(states)[..., 0]
-            surprise = torch.where(fell, 0, 1 + DISCOUNT * model.critic(afters)[..., 0]) - before
+            surprise = (
+                torch.where(fell, 0, 1 + DISCOUNT * model.critic(afters)[..., 0]) - before
+            )
             advantage, advantages = torch.zeros(CARTS), []
             for s, o in zip(surprise.flip(0), over.flip(0), strict=True):
                 advantage = s + DISCOUNT * MIX * ~o * advantage
                 advantages.insert(0, advantage)
             advantage = torch.stack(advantages)
-            points, weight = (advantage + before).flatten(), (advantage - advantage.mean()) / advantage.std()
+            points, weight = (
+                (advantage + before).flatten(),
+                (advantage - advantage.mean()) / advantage.std(),
+            )
         odds, guess = model(states.flatten(0, 1))
         surprisal = F.binary_cross_entropy_with_logits(odds, pushes.flatten(), reduction="none")
         loss = (surprisal * weight.flatten()).mean() + 0.05 * F.mse_loss(guess, points)
@@ -110,7 +118,8 @@ for height, (label, (color, make)) in zip((0.93, 0.86, 0.79), runs.items(), stri
     ax.plot(thousands, curves.T, color=color, linewidth=0.4)
     ax.plot(thousands, curves.mean(0), color=color, linewidth=2)
     ax.text(0.03, height, label, color=color, weight="bold", transform=ax.transAxes)
-    print(f"{label:15} at the end {curves[:, -1].mean():.0f}, three seeds {[round(n) for n in curves[:, -1].tolist()]}")
+    last = curves[:, -1]
+    print(f"{label:15} at the end {last.mean():.0f}, three seeds {last.round().int().tolist()}")
 ax.set(xlabel="steps of a cart, in thousands", ylabel="steps until the pole falls")
 plt.show()
 

@@ -16,7 +16,8 @@ from curvopt.extensions import BatchGrad, DiagGGNExact
 
 torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
-x, y = torch.from_numpy(images.reshape(-1, 8, 8)).float() / 16, torch.from_numpy(labels)  # sequences of 8 rows
+x = torch.from_numpy(images.reshape(-1, 8, 8)).float() / 16  # sequences of 8 rows
+y = torch.from_numpy(labels)
 
 
 class Reader(nn.Module):
@@ -48,7 +49,9 @@ for step in range(121):
     losses.append(loss.item())
     if step % 10 == 0:
         steps.append(step)
-        for gate, rows in zip(gates, model.lstm.weight_hh_l0.diag_ggn_exact.chunk(4), strict=True):
+        for gate, rows in zip(
+            gates, model.lstm.weight_hh_l0.diag_ggn_exact.chunk(4), strict=True
+        ):
             curvature[gate].append(rows.sum().item())
 
 # %%
@@ -65,7 +68,9 @@ figure, axes = plt.subplots(2, 1, figsize=(5, 6.6))
 axes[0].plot(torch.tensor(losses).unfold(0, 10, 1).mean(1))
 axes[0].set(xlabel="step", ylabel="loss (mean of 10 batches)")
 for gate, traces in curvature.items():
-    axes[1].semilogy(steps, traces, "o-", label=f"{gate} gate" if gate != "cell" else "cell proposal")
+    axes[1].semilogy(
+        steps, traces, "o-", label=f"{gate} gate" if gate != "cell" else "cell proposal"
+    )
 axes[1].set(xlabel="step", ylabel="trace of the GGN")
 axes[1].legend(fontsize=9, ncols=2)
 plt.show()

@@ -20,7 +20,12 @@ torch.manual_seed(0)
 x, y = load_one_batch_mnist(128)
 model = extend(
     nn.Sequential(
-        nn.Conv2d(1, 4, 5, stride=3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 16), nn.ReLU(), nn.Linear(16, 10)
+        nn.Conv2d(1, 4, 5, stride=3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(256, 16),
+        nn.ReLU(),
+        nn.Linear(16, 10),
     )
 )
 lossfunc = nn.CrossEntropyLoss()
@@ -36,7 +41,10 @@ def root(extension) -> Tensor:
     model.zero_grad()
     with backpack(extension):
         lossfunc(model(x), y).backward()
-    return torch.cat([getattr(p, extension.field).flatten(0, 1).flatten(1) for p in model.parameters()], dim=1)
+    return torch.cat(
+        [getattr(p, extension.field).flatten(0, 1).flatten(1) for p in model.parameters()],
+        dim=1,
+    )
 
 
 # %%
@@ -47,7 +55,8 @@ roots = {
     "all 128 samples": root(SqrtGGNExact()),
     f"{K} samples": root(SqrtGGNExact(subsampling=some)) * (N / K) ** 0.5,
     "all samples, one drawn label each": root(SqrtGGNMC(mc_samples=1)),
-    f"{K} samples, one drawn label each": root(SqrtGGNMC(mc_samples=1, subsampling=some)) * (N / K) ** 0.5,
+    f"{K} samples, one drawn label each": root(SqrtGGNMC(mc_samples=1, subsampling=some))
+    * (N / K) ** 0.5,
 }
 
 figure, ax = plt.subplots()

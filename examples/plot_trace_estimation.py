@@ -59,7 +59,11 @@ draws = torch.stack(draws)
 print(f"trace of the Hessian {exact:.3f}")
 figure, ax = plt.subplots()
 count = torch.arange(1, PROBES + 1)
-for label, values in {"blocks (HMP)": by_blocks, "whole Hessian": whole, "GGN, sampled labels": draws}.items():
+for label, values in {
+    "blocks (HMP)": by_blocks,
+    "whole Hessian": whole,
+    "GGN, sampled labels": draws,
+}.items():
     values = values.detach()
     mean, spread = values.cumsum(0) / count, values.std() / count**0.5
     ax.plot(count, mean, label=f"{label}: {values.mean():.3f} ± {spread[-1]:.3f}")

@@ -38,7 +38,9 @@ class CharacterModel(nn.Module):
         self.positions = nn.Embedding(LENGTH, features)
         self.norm = nn.LayerNorm(features)
         self.attention = nn.MultiheadAttention(features, 4, batch_first=True)
-        self.mlp = nn.Sequential(nn.LayerNorm(features), nn.Linear(features, 64), nn.GELU(), nn.Linear(64, features))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(features), nn.Linear(features, 64), nn.GELU(), nn.Linear(64, features)
+        )
         nn.init.normal_(self.embedding.weight, std=0.3)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -88,9 +90,14 @@ for rank, n in (("most", norms.argmax()), ("least", norms.argmin())):
 per_character = model.embedding.weight.diag_ggn_mc.sum(1)
 order = per_character.argsort(descending=True)[:20]
 figure, axes = plt.subplots(2, 1, figsize=(5, 5.4), height_ratios=[1.4, 1])
-axes[0].bar([{" ": "␣", "\n": "↵"}.get(alphabet[i], alphabet[i]) for i in order], per_character[order])
+axes[0].bar(
+    [{" ": "␣", "\n": "↵"}.get(alphabet[i], alphabet[i]) for i in order], per_character[order]
+)
 axes[0].set(xlabel="character", ylabel="curvature of its embedding")
-groups = {name: sum(p.diag_ggn_mc.sum() for p in part.parameters()) for name, part in model.named_children()}
+groups = {
+    name: sum(p.diag_ggn_mc.sum() for p in part.parameters())
+    for name, part in model.named_children()
+}
 axes[1].barh(list(groups), list(groups.values()), color="C1")
 axes[1].set(xlabel="trace of the sampled GGN")
 plt.show()

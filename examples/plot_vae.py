@@ -46,7 +46,7 @@ def elbo(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def train(make, steps: int) -> tuple[nn.Module, list[float], list[float]]:
-    """The model, and every 40 steps the ELBO of the test images and the time until then in seconds."""
+    """The model, and every 40 steps the ELBO of the test images and the seconds until then."""
     torch.manual_seed(0)
     model = VAE()
     optimizer = make(model)
@@ -58,7 +58,9 @@ def train(make, steps: int) -> tuple[nn.Module, list[float], list[float]]:
         optimizer.step()
         if step % 40 == 0:
             with torch.no_grad():
-                values.append(torch.stack([elbo(model, test_images) for _ in range(4)]).mean().item())
+                values.append(
+                    torch.stack([elbo(model, test_images) for _ in range(4)]).mean().item()
+                )
             seconds.append(time.process_time() - begin)
     return model, values, seconds
 
@@ -68,16 +70,25 @@ def train(make, steps: int) -> tuple[nn.Module, list[float], list[float]]:
 # 0.003, 0.01, 0.02 and 0.03 for ``KFACAdamW``, whose default is 0.015. A step of ``KFACAdamW`` takes longer, so AdamW
 # may take three times as many.
 runs = {
-    f"AdamW, lr {lr:g}": train(lambda model, lr=lr: torch.optim.AdamW(model.parameters(), lr=lr), 1200)
+    f"AdamW, lr {lr:g}": train(
+        lambda model, lr=lr: torch.optim.AdamW(model.parameters(), lr=lr), 1200
+    )
     for lr in (0.003, 0.01)
-} | {f"KFACAdamW, lr {lr:g}": train(lambda model, lr=lr: KFACAdamW(model, lr=lr), 400) for lr in (0.01, 0.02)}
+} | {
+    f"KFACAdamW, lr {lr:g}": train(lambda model, lr=lr: KFACAdamW(model, lr=lr), 400)
+    for lr in (0.01, 0.02)
+}
 figure, axes = plt.subplots(2, 1, figsize=(5, 7))
-for (label, (_, values, seconds)), color in zip(runs.items(), ("C4", "C1", "C9", "C0"), strict=True):
+for (label, (_, values, seconds)), color in zip(
+    runs.items(), ("C4", "C1", "C9", "C0"), strict=True
+):
     height = 0.05 + 0.08 * list(runs).index(label)
     axes[0].plot(range(40, 40 * len(values) + 1, 40), values, color=color)
-    axes[0].text(0.97, height, label, color=color, weight="bold", ha="right", transform=axes[0].transAxes)
+    axes[0].text(
+        0.97, height, label, color=color, weight="bold", ha="right", transform=axes[0].transAxes
+    )
     axes[1].plot(seconds, values, color=color)
-    print(f"{label:19} ELBO {values[9]:.2f} after 400 steps, {values[-1]:.2f} after {40 * len(values)}")
+    print(f"{label:19} ELBO after 400 steps {values[9]:.2f}, at the end {values[-1]:.2f}")
 axes[0].set(xlabel="steps", ylabel="ELBO of test images", ylim=(-30, None))
 axes[1].set(xlabel="seconds", ylabel="ELBO of test images", ylim=(-30, None))
 plt.show()
@@ -88,11 +99,15 @@ plt.show()
 #
 # Numbers drawn from the standard normal distribution become new digits. Both decoders get equal numbers, but each has
 # its own use for them.
-adam = max((label for label in runs if not label.startswith("K")), key=lambda label: runs[label][1][-1])
+adam = max(
+    (label for label in runs if not label.startswith("K")), key=lambda label: runs[label][1][-1]
+)
 codes = prior.sample((12,))
 rows = {"real images": test_images[:12]}
 with torch.no_grad():
-    rows |= {label: runs[label][0].decoder(codes).sigmoid() for label in (adam, "KFACAdamW, lr 0.02")}
+    rows |= {
+        label: runs[label][0].decoder(codes).sigmoid() for label in (adam, "KFACAdamW, lr 0.02")
+    }
 figure, axes = plt.subplots(3, 1, figsize=(5, 4.6))
 for ax, (label, shown) in zip(axes, rows.items(), strict=True):
     tiles = nn.functional.pad(shown.reshape(2, 6, 8, 8), (1, 1, 1, 1))

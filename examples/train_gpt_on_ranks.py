@@ -23,7 +23,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -45,8 +49,12 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -61,9 +69,13 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # every sample looks up the positions itself, so that it has a share of their gradient
-        h = self.embedding(x) + self.positions(torch.arange(x.shape[1], device=x.device).expand(x.shape))
+        h = self.embedding(x) + self.positions(
+            torch.arange(x.shape[1], device=x.device).expand(x.shape)
+        )
         for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=False)  # keeps h, and computes the block once more
+            h = checkpoint(
+                block, h, use_reentrant=False
+            )  # keeps h, and computes the block once more
         return self.head(self.norm(h).flatten(0, 1))
 
 
@@ -83,8 +95,14 @@ def sharded(model: GPT, mesh: DeviceMesh, dtype: torch.dtype, compiled: bool) ->
 def source_code() -> Tensor:
     """Python's standard library as bytes."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    files = (f for f in sorted(library.rglob("*.py")) if not {"site-packages", "dist-packages", "test"} & set(f.parts))
-    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+    files = (
+        f
+        for f in sorted(library.rglob("*.py"))
+        if not {"site-packages", "dist-packages", "test"} & set(f.parts)
+    )
+    return torch.frombuffer(
+        bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8
+    )
 
 
 def batch(text: Tensor, step: int, size: int, length: int) -> tuple[Tensor, Tensor]:
@@ -122,7 +140,9 @@ def resume(folder: Path, model: nn.Module, optimizer: KFACAdamW) -> int:
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
-        options=StateDictOptions(strict=False),  # a rank has the state of the parameters that it owns
+        options=StateDictOptions(
+            strict=False
+        ),  # a rank has the state of the parameters that it owns
     )
     return step
 
@@ -163,24 +183,44 @@ def train(settings: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="checkpoints; a run that was begun there goes on")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        help="checkpoints; a run that was begun there goes on",
+    )
     parser.add_argument("--steps", type=int, default=60, help="the step at which training ends")
-    parser.add_argument("--batch", type=int, default=32, help="sequences of a step, on all ranks together")
-    parser.add_argument("--parts", type=int, default=2, help="small batches whose gradients are added up in a step")
+    parser.add_argument(
+        "--batch", type=int, default=32, help="sequences of a step, on all ranks together"
+    )
+    parser.add_argument(
+        "--parts",
+        type=int,
+        default=2,
+        help="small batches whose gradients are added up in a step",
+    )
     parser.add_argument("--length", type=int, default=128, help="bytes of a sequence")
     parser.add_argument("--dim", type=int, default=128, help="width")
     parser.add_argument("--depth", type=int, default=4, help="number of blocks")
     parser.add_argument("--heads", type=int, default=4, help="heads of attention")
     parser.add_argument("--lr", type=float, default=0.015, help="rate of KFACAdamW")
     parser.add_argument("--clip", type=float, default=10.0, help="largest norm of the gradient")
-    parser.add_argument("--dtype", default="bfloat16", help="in which layers compute: bfloat16 or float32")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="in which layers compute: bfloat16 or float32"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--save-every", type=int, default=30, help="steps between checkpoints")
-    parser.add_argument("--log-every", type=int, default=10, help="steps between losses that are printed")
+    parser.add_argument(
+        "--log-every", type=int, default=10, help="steps between losses that are printed"
+    )
     settings = parser.parse_args(arguments)
     if settings.batch % settings.parts:
-        parser.error(f"--batch {settings.batch} has to be a multiple of --parts {settings.parts}")
+        parser.error(
+            f"--batch {settings.batch} has to be a multiple of --parts {settings.parts}"
+        )
     settings.folder.mkdir(parents=True, exist_ok=True)
     dist.init_process_group()
     try:
