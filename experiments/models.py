@@ -44,7 +44,10 @@ def c3d3(classes: int = 10) -> nn.Sequential:
 
 
 def all_cnn_c(classes: int = 100) -> nn.Sequential:
-    """All-CNN-C (Springenberg et al. 2015): nine convolutions, no pooling but the last, for 32x32 images."""
+    """All-CNN-C (Springenberg et al. 2015): nine convolutions, no pooling but the last, for 32x32 images.
+
+    Weights and biases begin as in DeepOBS: the smaller ones of PyTorch keep it at the loss of a guess for 200 steps.
+    """
     layers: list[nn.Module] = [nn.Dropout(0.2)]
     for i, (channels_in, channels_out, size, stride, padding) in enumerate(
         [
@@ -53,7 +56,10 @@ def all_cnn_c(classes: int = 100) -> nn.Sequential:
             *[(192, 192, 3, 1, 0), (192, 192, 1, 1, 0), (192, classes, 1, 1, 0)],
         ]
     ):
-        layers += [nn.Conv2d(channels_in, channels_out, size, stride, padding), nn.ReLU()]
+        conv = nn.Conv2d(channels_in, channels_out, size, stride, padding)
+        nn.init.xavier_normal_(conv.weight)
+        nn.init.constant_(conv.bias, 0.1)  # pyright: ignore[reportArgumentType]
+        layers += [conv, nn.ReLU()]
         if i in (2, 5):
             layers.append(nn.Dropout(0.5))
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -81,7 +81,7 @@ def _band(axes: Axes, evaluated: pd.DataFrame, x: str, y: str, **style: Any) -> 
     """Median and range over the runs that were evaluated at each step."""
     by_step = evaluated.astype({y: float}).groupby("step", as_index=False)
     values = by_step.agg(x=(x, "median"), middle=(y, "median"), low=(y, "min"), high=(y, "max"))
-    axes.plot(values["x"], values["middle"], **style)
+    axes.plot(values["x"], values["middle"], markevery=max(1, len(values) // 16), **style)
     if len(evaluated) > len(values):
         axes.fill_between(values["x"], values["low"], values["high"], color=style["color"], alpha=0.15, linewidth=0)
 
