@@ -63,7 +63,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any] | Non
         try:
             return torch.load(file, map_location=device, weights_only=True)
         except Exception as error:  # whatever a broken archive makes of it
-            errors.append(f"{file}: {type(error).__name__}: {str(error).split(". ")[0][:200]}")
+            errors.append(f"{file}: {type(error).__name__}: {str(error).split('. ')[0][:200]}")
             logger.warning("cannot be read and is passed over: %s", errors[-1])
     if errors or not path.is_dir():
         raise ValueError(f"no checkpoint can be read ({'; '.join(errors) or f'{path} does not exist'})")

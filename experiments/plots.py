@@ -131,6 +131,8 @@ def plot_sweep(frame: pd.DataFrame, metric: str, out: Path) -> None:
             axes.scatter(values[:1], reached[:1], color=COLOURS[1], marker="*", s=160)
         if numeric and values.min() > 0 and values.max() > 8 * values.min():
             axes.set_xscale("log")
+        elif numeric:
+            axes.locator_params("x", nbins=4)
         axes.set_xlabel(name)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel(metric)
