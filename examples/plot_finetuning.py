@@ -61,11 +61,11 @@ _, losses = train(
 print(f"loss of the coarse digits: {losses[-10:].mean():.2f}")
 
 # %%
-# AdamW has the best of the learning rates 0.0003, 0.001 and 0.003, ``KFACAdamW`` that of 0.003 and 0.01. It takes half
-# as many steps.
+# AdamW has the best of the learning rates 0.0003, 0.001 and 0.003, ``KFACAdamW`` that of 0.003 and 0.01. It takes two
+# thirds as many steps.
 runs = {
     "AdamW": (lambda model: torch.optim.AdamW(model.parameters(), lr=0.001), 240),
-    "KFACAdamW": (lambda model: KFACAdamW(model, lr=0.003), 120),
+    "KFACAdamW": (lambda model: KFACAdamW(model, lr=0.003), 160),
 }
 figure, axes = plt.subplots()
 for name, (make, steps) in runs.items():
@@ -83,5 +83,5 @@ axes.legend(frameon=False)
 plt.show()
 
 # %%
-# ``KFACAdamW`` gets further in less time: it takes half as many steps, which cost more. What it reads of unseen images
-# is level: 1,000 images tell no more.
+# ``KFACAdamW`` ends at a third of AdamW's loss or less, in less time: its steps cost more, and it takes fewer. What it
+# reads of unseen images is level: 1,000 images tell no more.
