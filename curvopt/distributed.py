@@ -3,12 +3,11 @@
 Train with ``DistributedDataParallel`` as with any torch optimizer; nothing else changes::
 
     dist.init_process_group("nccl")
-    model = DistributedDataParallel(extend(model))
-    optimizer = KFACSGD(model.parameters())
+    model = DistributedDataParallel(model)
+    optimizer = KFACSGD(model)
     for x, y in loader:  # of a DistributedSampler
         optimizer.zero_grad()
-        with optimizer.curvature():
-            lossfunc(model(x), y).backward()
+        lossfunc(model(x), y).backward()
         optimizer.step()
 
 On steps that refresh the curvature, ``step()`` first averages the curvature over the ranks, as DDP does with

@@ -35,8 +35,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from curvopt import CurvoptError, CurvoptWarning, backpack, extend
+from curvopt.core.backward.context import ListenedBackward
+from curvopt.core.losses.roots import NotCurved
 from curvopt.extensions import KFAC, BatchGrad
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, HessianFree, KFACAdamW, KFACPreconditioner, state_to_load
+from curvopt.optim.empirical import are_of_gradients
 
 torch.set_num_threads(1)
 EVERY: dict[str, Any] = {"curvature_every": 3, "inverse_every": 4}
@@ -123,7 +126,7 @@ def shard(model: nn.Module, by_layers: bool = False, **options: Any) -> nn.Modul
 
 
 #: What is done in which order before a training: a model is extended, wrapped, or attached to its optimizer.
-ORDER = {"alone": "extend", "copies": "extend wrap", "shards": "wrap attach"}
+ORDER = {"alone": "attach", "copies": "attach wrap", "shards": "wrap attach"}
 
 
 class Run:
@@ -141,10 +144,10 @@ class Run:
         order: str = "",
         **options: Any,
     ) -> None:
-        self.order, self.lossfunc, self.backwards = order or ORDER[kind], nn.CrossEntropyLoss(), 0
+        self.lossfunc, self.backwards = nn.CrossEntropyLoss(), 0
         self.module = self.model = net()
         self.optimizer: Any = None
-        for action in self.order.split():
+        for action in (order or ORDER[kind]).split():
             if action == "extend":
                 extend(self.model), extend(self.lossfunc)
             elif action == "attach":
@@ -154,14 +157,8 @@ class Run:
                 self.model = DistributedDataParallel(self.module, **options)
             else:
                 shard(self.model, by_layers, **options)
-        if self.optimizer is None:
-            self.optimizer = make(self.model.parameters())
         if kind == "alone":
             self.optimizer.process_group = None
-
-    def context(self) -> AbstractContextManager[Any]:
-        """In which backwards compute curvature; those of an attached model do so by themselves."""
-        return nullcontext() if "attach" in self.order else self.optimizer.curvature()
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.lossfunc(self.model(x), y)
@@ -173,9 +170,8 @@ class Run:
     def backward(self, *losses: Callable[[], Tensor]) -> None:
         self.backwards += 1
         self.optimizer.zero_grad(set_to_none=self.backwards % 2 == 0)
-        with self.context():
-            for loss in losses:
-                loss().backward()
+        for loss in losses:
+            loss().backward()
 
     def step(self, *losses: Callable[[], Tensor]) -> None:
         self.backward(*losses)
@@ -298,8 +294,7 @@ def preconditioner(kind: str) -> None:
         for step in range(8):
             x, y = data(step)
             optimizer.zero_grad()
-            with pre.curvature():
-                lossfunc(each(x), y).backward()
+            lossfunc(each(x), y).backward()
             pre.step()
             optimizer.step()
     assert_close(together, one)
@@ -320,12 +315,12 @@ def unequal_and_empty_batches(kind: str) -> None:
 
 
 @check("copies")
-def an_empty_batch_outside_of_the_context() -> None:
+def an_empty_batch_that_is_left_alone() -> None:
     run, one = Run("copies", EXACT["KFACSGD"]), alone(EXACT["KFACSGD"])
     for step in range(3):
         x, y = part(batch(step), [0] * dist.get_world_size() + [60])
         run.optimizer.zero_grad()
-        with run.optimizer.curvature() if len(x) else nullcontext():
+        with nullcontext() if len(x) else backpack():
             run.share(x, y).backward()
         run.optimizer.step()
         assert_close(run, one.train(batch, range(step, step + 1)))
@@ -357,7 +352,7 @@ def accumulation(kind: str) -> None:
             n = len(x) // 2
             run.optimizer.zero_grad()
             for last, rows in ((False, slice(n)), (True, slice(n, None))):
-                with exchanging(run.model, last or each), run.context():
+                with exchanging(run.model, last or each):
                     (run.loss(x[rows], y[rows]) / 2).backward()
             run.optimizer.step()
             assert_close(run, one.train(batch, range(step, step + 1)))
@@ -463,7 +458,7 @@ def options_of_ddp_and_orders_of_extend() -> None:
         {"static_graph": True, "find_unused_parameters": True, "gradient_as_bucket_view": True},
         {"gradient_as_bucket_view": True, "broadcast_buffers": False},
     ):
-        for order in ("extend wrap", "wrap extend", "wrap attach"):
+        for order in ("extend wrap attach", "attach wrap", "wrap attach"):
             run = Run("copies", EXACT["KFACSGD"], order=order, **options)
             loss = lambda x, y: run.lossfunc(run.model(x).flatten(1), y)  # noqa: B023, E731
             assert_same_steps(run, alone(EXACT["KFACSGD"]), 5, loss=loss)
@@ -471,7 +466,7 @@ def options_of_ddp_and_orders_of_extend() -> None:
 
 @check("shards")
 def extended_or_attached_before() -> None:
-    for order in ("extend wrap", "attach wrap"):
+    for order in ("extend wrap attach", "attach wrap"):
         run = Run("shards", EXACT["KFACSGD"], by_layers=True, order=order)
         assert_same_steps(run, alone(EXACT["KFACSGD"]), 5)
 
@@ -689,6 +684,23 @@ def linear(z: Tensor, y: Tensor) -> Tensor:
     return z[:, 0].relu().mean()
 
 
+@contextmanager
+def refused_together(together: bool) -> Iterator[None]:
+    """Inside, if so, each backward of this process is refused at first, as where a rank with shards refuses one."""
+    attempt = ListenedBackward._attempt
+
+    def refuse(context: ListenedBackward, how: Any, request: Any) -> Any:
+        if not are_of_gradients(request.extensions):
+            raise NotCurved("there is no curvature on another rank")
+        return attempt(context, how, request)
+
+    ListenedBackward._attempt = refuse if together else attempt
+    try:
+        yield
+    finally:
+        ListenedBackward._attempt = attempt
+
+
 @check("copies", "shards")
 def losses_without_a_ggn(kind: str) -> None:
     """The ranks take the empirical quantity together, as one process does, and go on where they have none.
@@ -704,19 +716,20 @@ def losses_without_a_ggn(kind: str) -> None:
         with warned() as said:
             for step in range(2, 7):
                 run.train(own, range(step, step + 1))
-                one.step_on_parts(step, [lambda x, y, f=f: f(one.model(x), y) for f in losses])  # noqa: B023
+                parts = [lambda x, y, f=f: f(one.model(x), y) for f in losses]  # noqa: B023
+                with refused_together(kind == "shards"):
+                    one.step_on_parts(step, parts)
         assert sum("takes the empirical quantity" in message for message in said) == 2, said
-        assert "empirical" in run.optimizer.metrics() and "empirical" in one.optimizer.metrics()
+        assert "empirical" in run.optimizer.metrics()
         assert_close(run, one)
     # a backward of which there is no curvature at all, where there is some from earlier ones
     run = Run(kind, EXACT["KFACSGD"]).train(own, range(1))
     layer = run.module[0]
     run.optimizer.zero_grad()
     with warned() as said:
-        with run.optimizer.curvature():
-            loss = run.loss(*own(1))
-            layer.stride = (1, 1)
-            loss.backward()
+        loss = run.loss(*own(1))
+        layer.stride = (1, 1)
+        loss.backward()
         layer.stride = (2, 2)
     run.optimizer.step()
     assert sum("goes on with the curvature it has" in message for message in said) == 1
@@ -743,10 +756,9 @@ def losses_that_are_linear_in_a_batch(kind: str) -> None:
                 assert ("empirical" in run.optimizer.metrics()) == (step == 1)
                 one.optimizer.zero_grad()
                 parts = zip(losses, *(each.chunk(len(losses)) for each in batch(step)), strict=True)
-                with one.optimizer.curvature() if kind == "shards" else nullcontext():
+                with refused_together(kind == "shards" and step == 1):
                     for lossfunc, x, y in parts:
-                        with one.optimizer.curvature():
-                            (lossfunc(one.model(x), y) / len(losses)).backward()
+                        (lossfunc(one.model(x), y) / len(losses)).backward()
                 one.optimizer.step()
             assert_close(run, one)
 
@@ -1042,30 +1054,6 @@ def curvature_that_is_not_finite_on_one_rank() -> None:
     kept = run.optimizer.state[weight]["curvature"]
     assert all(torch.equal(a, b) for a, b in zip(kept.factors, factors, strict=True))
     assert_alike(run.train(own, range(3, 6)))
-
-
-@check("copies")
-def nothing_received() -> None:
-    run, stranger = Run("copies", EXACT["KFACSGD"]), extend(network())
-    x, y = own(0)
-
-    def plain() -> None:
-        run.optimizer.zero_grad()
-        run.loss(x, y).backward()
-
-    for strangers in (range(dist.get_world_size()), [1]):
-        plain()
-        with run.optimizer.curvature():
-            run.lossfunc((stranger if dist.get_rank() in strangers else run.module)(x), y).backward()
-        with raises("none of this optimizer"):
-            run.optimizer.step()
-    run.backward(lambda: run.loss(x[:0], y[:0]))
-    with raises("no parameter of this optimizer received curvature"):
-        run.optimizer.step()
-    plain()
-    with raises("no curvature was computed so far", "optimizer.curvature()"):
-        run.optimizer.step()
-    assert_alike(run.train(own, range(3)))
 
 
 @check("shards")

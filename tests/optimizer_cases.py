@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -84,10 +84,7 @@ class Tokens(nn.Module):
 
 
 class Run:
-    """A model, its loss, an optimizer, and an endless stream of batches that depends on the seed alone.
-
-    Its backwards are in ``curvature()``, or plain if the model is to be attached.
-    """
+    """A model, its loss, an optimizer, and an endless stream of batches that depends on the seed alone."""
 
     def __init__(
         self,
@@ -98,7 +95,6 @@ class Run:
         dtype: torch.dtype = torch.float32,
         batch: int = 64,
         reduction: str = "mean",
-        attach: bool = False,
         **options: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -107,8 +103,7 @@ class Run:
         self.x, self.y = digits(dtype)
         self.batch, self.seed = batch, seed
         self.optimizer: Any = make(self.model.parameters(), **options)
-        self.attached = attach
-        if attach:
+        if isinstance(self.optimizer, CurvatureOptimizer):
             self.optimizer.attach(self.model, self.lossfunc)
 
     def data(self, step: int) -> tuple[Tensor, Tensor]:
@@ -119,14 +114,9 @@ class Run:
         x, y = self.data(step)
         return self.lossfunc(self.model(x), y)
 
-    def context(self) -> AbstractContextManager[Any]:
-        plain = self.attached or not isinstance(self.optimizer, CurvatureOptimizer)
-        return nullcontext() if plain else self.optimizer.curvature()
-
     def backward(self, step: int, loss: Callable[[int], Tensor] | None = None) -> None:
         self.optimizer.zero_grad()
-        with self.context():
-            (loss or self.loss)(step).backward()
+        (loss or self.loss)(step).backward()
 
     def step(self, step: int = 0, loss: Callable[[int], Tensor] | None = None) -> None:
         self.backward(step, loss)

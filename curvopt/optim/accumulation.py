@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from curvopt.distributed import own_part
-from curvopt.errors import CurvoptError
 
 
 def pop_field(param: Tensor, name: str) -> Any:
@@ -107,8 +106,6 @@ class Collected:
         weight: of the losses that were differentiated.
         step_weight: that weight in units of the gradients that reach ``step()`` (without the scale of a
             ``GradScaler``).
-        foreign: number of parameters of other optimizers that received curvature where none of ours did; -1 if ours
-            did, or if there was no backward at all.
         variables: largest number of variables of a prediction, see `curvopt.core.losses.roots.LossCurvature`.
         mixed: parameters whose curvature had several forms; the first one is kept.
         was_due: whether any backward was asked for curvature.
@@ -123,7 +120,6 @@ class Collected:
     curvature: dict[Tensor, Sums] = field(default_factory=dict)
     weight: Tensor = _ZERO
     step_weight: Tensor = _ZERO
-    foreign: int = -1
     variables: int = 1
     mixed: set[Tensor] = field(default_factory=set)
     was_due: bool = False
@@ -135,7 +131,6 @@ class Collected:
 
     def add(self, later: "Collected") -> None:
         """Add the curvature of later backwards."""
-        self.foreign = max(self.foreign, later.foreign)
         self.variables, self.refused = max(self.variables, later.variables), self.refused or later.refused
         self.partial |= later.partial
         self.versions, self.was_due = later.versions, self.was_due or later.was_due
@@ -173,17 +168,3 @@ def are_zero(params: Iterable[Tensor]) -> bool:
     """Whether no gradient (or shard of one) has an entry but zeros: usually the first has one."""
     grads = [own_part(param.grad) for param in params if param.grad is not None]
     return not any(grad.layout != torch.strided or grad.any() for grad in grads)
-
-
-def nothing_received(who: str, foreign: int) -> CurvoptError:
-    """The error of an optimizer that received no curvature, though ``foreign`` parameters of others did."""
-    if foreign:
-        return CurvoptError(
-            f"{who}.curvature(): {foreign} parameters received curvature, but none of this optimizer. Were parameters "
-            "of the model replaced after it was built? Build it again from model.parameters(), and call extend(model) "
-            "for the model that is trained."
-        )
-    return CurvoptError(
-        f"{who}.curvature(): no parameter of this optimizer received curvature. Run loss.backward() inside the block, "
-        f"with the optimizer built of the model, {who}(model), or with extend(model) called before the forward pass."
-    )

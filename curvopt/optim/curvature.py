@@ -30,7 +30,6 @@ from curvopt.optim.accumulation import (
     Sums,
     are_alike,
     are_zero,
-    nothing_received,
     number,
     update_averages,
     versions,
@@ -109,30 +108,22 @@ class Quantity(ABC):
 
 
 class Listening:
-    """Takes curvature from the backwards of one context, by a ladder that each context climbs anew.
+    """Takes curvature from a backward, by a ladder that each backward climbs anew.
 
     The curvature that was asked for, with rows as samples or else the batch as one sample; else the empirical quantity;
-    else what there is: earlier curvature, or (attached) the gradient as it is. Each is said once. The context of an
-    attached optimizer has one backward.
+    else what there is: earlier curvature, or the gradient as it is. Each is said once.
 
     Args:
         curvature: takes it.
         ranks: of the optimizer.
-        is_wanted: whether curvature is due in a backward that reaches parameters; ``None``: in all.
         scale: factor of the loss that gradients do not have in ``step()``.
 
     Attributes:
-        collected: sums over the backwards of the context.
-        fields: of the present backward.
-        foreign: number of parameters of other optimizers that received curvature.
-        unneeded: whether a backward was left alone on purpose.
+        fields: of the backward.
     """
 
-    def __init__(
-        self, curvature: "Curvature", ranks: Alone, is_wanted: Callable[[Set[Tensor]], bool] | None, scale: Any
-    ):
-        self.curvature, self.ranks, self.is_wanted, self.scale = curvature, ranks, is_wanted, scale
-        self.collected, self.foreign, self.unneeded = Collected(), 0, False
+    def __init__(self, curvature: "Curvature", ranks: Alone, scale: Any):
+        self.curvature, self.ranks, self.scale = curvature, ranks, scale
         self.fields: dict[Tensor, Taken] = {}
         self.extensions: tuple[Any, ...] = ()  # the empirical ones, where the first ones were refused
         self.refusal: CurvoptError | None = None
@@ -141,23 +132,17 @@ class Listening:
     def wanted(self, leaves: set[Any]) -> bool:
         """See `curvopt.core.backward.context.Listener`."""
         self.curvature.drop_discarded(self.ranks)
-        # where no parameter of the optimizer is reached, an error says what to do
-        reached = self.curvature.reached(leaves)
-        found = self.is_wanted is None or not reached or self.is_wanted(reached)
         # a forward pass that came before the step which made it due has no records; the next one has
-        found &= not any((model := extended_model(p)) is not None and model.was_skipped for p in {*leaves, *reached})
-        self.unneeded |= not found
+        known = {*leaves, *self.curvature.reached(leaves)}
+        found = not any((model := extended_model(p)) is not None and model.was_skipped for p in known)
         self.ranks.begin(found)
-        if found and not self.extensions:
+        if found:
             self.curvature.run.empirical = 0
+        self.curvature.collected.partial |= not found
         return found
 
-    def refused(self, error: CurvoptError, request: Request) -> Request | None:
-        """See `curvopt.core.backward.context.Listener`.
-
-        Raises:
-            CurvoptError: the first refusal, if there is no curvature at all, and the optimizer is not attached.
-        """
+    def refused(self, error: CurvoptError, request: Request) -> Request:
+        """See `curvopt.core.backward.context.Listener`."""
         curvature, run, say = self.curvature, self.curvature.run, self.curvature.optimizer._say
         self.refusal = self.refusal or error
         # rows may be samples after an error about the loss, but after no other one
@@ -171,17 +156,13 @@ class Listening:
             extensions = curvature.quantity.empirical(curvature, as_one_sample or curvature.has_no_rows())
             self.extensions = tuple(extensions)
             return replace(request, extensions=self.extensions, as_one_sample=as_one_sample)
-        error, run.empirical = self.refusal, self.before
-        why = _in_words_of_attach(error)
+        run.empirical, curvature.collected.partial = self.before, True
+        why = _in_words_of_attach(self.refusal)
         if self.ranks.have_curvature(curvature.optimizer.state) or curvature.has_begun:
             say("refused", f"goes on with the curvature it has, as a backward has none. {why}")
-        elif curvature.is_attached:
-            self.collected.refused = True
-            say("plain", f"takes plain gradients until a backward has curvature, as this one has none. {why}")
         else:
-            who = curvature.who
-            raise type(error)(str(error).replace("call extend(model)", f"build {who}(model), or call extend(model)"))
-        self.unneeded = True
+            curvature.collected.refused = True
+            say("plain", f"takes plain gradients until a backward has curvature, as this one has none. {why}")
         return Request()
 
     @torch.no_grad()
@@ -189,18 +170,16 @@ class Listening:
         """Extension hook: take the fields off a module's parameters."""
         for used in owned_parameters(module).values():
             taken = self.curvature.quantity.take(used, self.curvature.run)
-            if taken is None:
-                continue
-            if (param := self.ranks.gathered.get(used, used)) in self.params:
+            param = self.ranks.gathered.get(used, used)
+            if taken is not None and param in self.params:
                 # bfloat16 or half factors would lose the average and break the inverse
                 dtype = torch.promote_types(param.dtype, torch.float32)
                 self.fields[param] = [t.detach().to(dtype) for t in taken[0]], taken[1]
-            else:
-                self.foreign += 1
 
+    @torch.no_grad()
     def finished(self, weight: Tensor | float, variables: int) -> None:
         """See `curvopt.core.backward.context.Listener`."""
-        curvature = self.curvature
+        curvature, factors = self.curvature, self.fields
         if self.refusal is not None:
             why = _in_words_of_attach(self.refusal).split("; use ")[0].removesuffix(".")  # the rest names extensions
             if not self.extensions:
@@ -211,18 +190,12 @@ class Listening:
             elif not curvature.quantity.prefers_empirical:
                 curvature.optimizer._say("empirical", f"takes the empirical quantity for such batches. {why}.")
         params = curvature.params()
-        self._add(weight, variables)
-        self.collected.versions = versions(params) if are_zero(params) else []
         curvature.versions = [param._version for param in params]
-
-    @torch.no_grad()
-    def _add(self, weight: Tensor | float, variables: int) -> None:
-        """Weigh the factors of the backward that has ended, and add them to those of the context."""
-        factors, self.fields = self.fields, {}
         if not factors:
             return
         weight = widened(torch.as_tensor(weight, device=next(iter(factors)).device))
-        collected = Collected({}, weight, weight / self.scale, variables=variables)
+        collected = Collected({}, weight, weight / self.scale, variables)
+        collected.versions = versions(params) if are_zero(params) else []
         for param, (tensors, of_input) in factors.items():
             if are_of_gradients(self.extensions):
                 least = torch.finfo(weight.dtype).tiny
@@ -230,20 +203,7 @@ class Listening:
             if of_input is not None:
                 tensors[of_input] = tensors[of_input] * weight.to(tensors[of_input])
             collected.curvature[param] = Sums(tensors, of_input, weight)
-        self.collected.add(collected)
-
-    def close(self) -> Collected:
-        """The sums over all backwards of the context.
-
-        Raises:
-            CurvoptError: if there is no curvature, and no other rank may have some.
-        """
-        if not self.collected.curvature and not self.unneeded:
-            if not self.ranks.meet:
-                raise nothing_received(self.curvature.who, self.foreign)
-            self.collected.foreign = self.foreign  # step() looks whether other ranks received curvature
-        self.collected.partial, self.collected.was_due = self.unneeded, True
-        return self.collected
+        curvature.collected.add(collected)
 
 
 def _in_words_of_attach(error: CurvoptError) -> str:
@@ -265,15 +225,13 @@ class Curvature:
         model: that the optimizer was attached to, and its parameters that are the optimizer's, by name.
         ranks_agree: whether the ranks were found in equal states.
         versions: of the parameters at the end of the last backward with curvature.
-        knows_scale: whether it is known by what the gradients of the loss are divided before the step.
     """
 
     def __init__(self, optimizer: Any, quantity: Quantity, run: Run):
         self.optimizer: Any = weakref.proxy(optimizer)
         self.who, self.quantity, self.run = type(optimizer).__name__, quantity, run
         self.collected = Collected()
-        self.listening: Listening | None = None  # in a context
-        self.is_attached, self.ranks_agree, self.knows_scale = False, False, True
+        self.is_attached, self.ranks_agree = False, False
         self.model: tuple[Callable[[], nn.Module | None], Mapping[str, Tensor]] = (lambda: None, {})
         self.scaler: Any = None
         self.gradient_scale: float | Callable[[], float] | None = None
@@ -335,7 +293,7 @@ class Curvature:
     @property
     def has_begun(self) -> bool:
         """Whether there is curvature for the next step."""
-        return bool(self.collected.curvature or (self.listening and self.listening.collected.curvature))
+        return bool(self.collected.curvature)
 
     def is_due(self, reached: Set[Tensor] | None = None) -> bool:
         """Whether a backward that reaches parameters is to compute curvature.
@@ -386,25 +344,18 @@ class Curvature:
 
     def context_of_backward(self, parameters: Callable[[], set[Tensor]]) -> Any:
         """For a backward that is about to reach ``parameters()``: the context to run it in, or ``None``."""
-        if self.listening is not None or not self.is_due():
+        if not self.is_due():
             return None
         reached = self.reached(parameters())
         due = self.is_due(reached)
         self.collected.partial |= bool(reached) and not due
-        return self.context(None, None) if due else None
+        return self._context() if due else None
 
     @contextmanager
-    def context(
-        self, loss_scale: float | Tensor | None, wanted: Callable[[Set[Tensor]], bool] | None
-    ) -> Iterator[None]:
-        """Collect from the backwards inside, for whose leaves that is ``wanted``; drop it all if the block raises."""
-        if self.listening is not None or not self.is_due():
-            yield
-            return
+    def _context(self) -> Iterator[None]:
+        """Collect from the backward inside; drop that if it raises."""
         optimizer = self.optimizer
         optimizer._check_precision()
-        self.knows_scale = loss_scale is not None or self.scaler is not None
-        scale = loss_scale if loss_scale is not None else 1.0 if self.scaler is None else self.scaler.get_scale()
         ranks = optimizer._ranks()
         extensions = self.quantity.extensions(self)
         request = Request(
@@ -415,13 +366,10 @@ class Curvature:
             largest_block=COUPLED_OUTPUTS,
             skips_empty=ranks.meet,
         )
-        self.listening = listening = Listening(self, ranks, wanted, scale)
-        try:
-            with ranks.backward(request, listening, listening.collect):
-                yield
-            self.collected.add(listening.close())
-        finally:
-            self.listening = None
+        listening = Listening(self, ranks, 1.0 if self.scaler is None else self.scaler.get_scale())
+        with ranks.backward(request, listening, listening.collect):
+            yield
+        self.collected.was_due = True
 
     def reached(self, leaves: Set[Tensor]) -> Set[Tensor]:
         """This optimizer's parameters among the leaves of a graph, or those that stand there for its shards."""
@@ -441,10 +389,8 @@ class Curvature:
     @torch.no_grad()
     def drop_discarded(self, ranks: Alone) -> None:
         """Before a backward: drop the curvature whose gradients were discarded since, or set to zero."""
-        params, listening = self.params(), self.listening
-        assert listening is not None
+        params, last = self.params(), self.collected
         are_zeros = ranks.zero_test(params)
-        last = listening.collected if listening.collected.curvature else self.collected
         replaced = bool(last.curvature) and versions(params) != last.versions
         if not ranks.have_gradients(params) or (replaced and are_zeros()):
             self.drop()
@@ -452,8 +398,6 @@ class Curvature:
     def drop(self) -> None:
         """Drop all curvature since the last step, and tell other ranks where it was due for a step that is left out."""
         left_out, self.collected = self.collected.was_due, Collected()
-        if self.listening is not None:
-            self.listening.collected = Collected()
         if left_out:
             self.optimizer._ranks().tell_of_step_left_out(self.run.step)
 

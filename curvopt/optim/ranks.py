@@ -16,7 +16,7 @@ from curvopt.core.backward.context import ListenedBackward, Listener
 from curvopt.core.record import extended_name
 from curvopt.distributed import Ranks, refuse_sharded, share
 from curvopt.errors import CurvoptError
-from curvopt.optim.accumulation import Collected, Sums, are_zero, have_gradients, nothing_received
+from curvopt.optim.accumulation import Collected, Sums, are_zero, have_gradients
 from curvopt.optim.options import DAMPINGS, parameter_names
 from curvopt.optim.state import Run, have_curvature
 
@@ -178,7 +178,7 @@ class Replicas(Alone):
 
     def tell_of_step_left_out(self, step: int) -> None:
         """Whoever waits in this step raises an error, and this rank, too."""
-        self.ranks.union({}, [], [0] * 9, {"step": f"{step} was left out, the gradients of it were reset"})
+        self.ranks.union({}, [], [0] * 8, {"step": f"{step} was left out, the gradients of it were reset"})
 
     def exchange(self, who: str, groups: Sequence[Mapping[str, Any]], collected: Collected, run: Run) -> Collected:
         """One small transfer that finds whether the ranks are in equal states; then the curvature."""
@@ -193,8 +193,8 @@ class Replicas(Alone):
             "gradients": have_gradients(params),
         }
         seed, draws = run.sampler
-        numbers = [collected.foreign, -1 if seed is None else seed, draws, collected.variables, collected.refused]
-        forms, (foreign, seed, draws, variables, refused, partial, run.empirical, *norms) = self.ranks.union(
+        numbers = [-1 if seed is None else seed, draws, collected.variables, collected.refused]
+        forms, (seed, draws, variables, refused, partial, run.empirical, *norms) = self.ranks.union(
             collected.forms(params),
             list(names.values()),
             [*numbers, collected.partial, run.empirical, *self.norm(params)],
@@ -209,8 +209,6 @@ class Replicas(Alone):
             )
         run.sampler = (None if seed < 0 else seed), draws
         collected.variables, collected.refused = variables, bool(refused)
-        if foreign > 0 or (foreign == 0 and not forms and not refused):
-            raise nothing_received(who, foreign)
         if forms:
             collected = self.mean(collected, forms, params)
         collected.partial = bool(partial)

@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial, reduce
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal
@@ -71,10 +71,6 @@ _ALONE = Alone()
 
 class Overflow(CurvoptError):
     """A gradient is not finite."""
-
-
-class NoCurvature(CurvoptError):
-    """No backward has computed any curvature so far."""
 
 
 class CurvatureOptimizer(torch.optim.Optimizer):
@@ -237,11 +233,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Collect curvature from now on in every ``loss.backward()`` that reaches this optimizer's parameters.
 
-        So training loops of others (Lightning, transformers, accelerate) need no other change: a backward outside of
-        ``curvature()`` runs in it as soon as it is due. So do backwards inside of a ``backpack(...)`` with extensions,
-        and those that other attached optimizers see, too. Calls of ``torch.autograd.grad`` and backwards inside of an
-        empty ``with backpack():`` are left alone. The optimizer is not kept alive by this; copies of it are attached,
-        too.
+        So training loops of others (Lightning, transformers, accelerate) need no other change. Backwards inside of a
+        ``backpack(...)`` with extensions count, too, and those that other attached optimizers see. Calls of
+        ``torch.autograd.grad`` and backwards inside of an empty ``with backpack():`` are left alone. Several backwards
+        between two steps (gradient accumulation) add up as their gradients do; what was collected goes with gradients
+        that are reset. The optimizer is not kept alive by this; copies of it are attached, too.
 
         The model records its calls while an attached optimizer is due, and inside of ``backpack``; a model for which
         ``extend`` was called records always.
@@ -281,20 +277,16 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """See `curvopt.core.record.Observer`."""
         return self._curvature.is_due()
 
-    def curvature(self, loss_scale: float | Tensor | None = None) -> AbstractContextManager[None]:
-        """Run the backward pass in here: refreshes the curvature on steps that are due, costs nothing on the others.
-
-        Several backwards between two steps (gradient accumulation) add up as their gradients do; run all of them in
-        here. If the block raises, its curvature is dropped; so is curvature from before gradients were reset.
-
-        Args:
-            loss_scale: factor of the loss that the gradients in ``step()`` no longer have: ``scaler.get_scale()`` for
-                ``torch.amp.GradScaler``, which divides them in between. By default that of the scaler in use, else 1.
+    def curvature(self, loss_scale: Any = None) -> None:
+        """There was a context of this name.
 
         Raises:
-            CurvoptError: no parameter of this optimizer received curvature, or they have another precision than before.
+            CurvoptError: always.
         """
-        return self._curvature.context(loss_scale, self._curvature.is_due)
+        raise CurvoptError(
+            f"{type(self).__name__}.curvature() is gone: all backwards have curvature when it is due, outside of "
+            f"contexts. Build the optimizer of the model, {type(self).__name__}(model), or call attach(model) once."
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and drop the curvature that was collected with them."""
@@ -311,13 +303,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Take one step.
 
         Args:
-            closure: computes gradients and returns the loss; called with gradients enabled, inside ``curvature()``.
-                Where backwards accumulate it may be the last of them alone.
+            closure: computes gradients and returns the loss; called with gradients enabled. Where backwards accumulate
+                it may be the last of them alone.
 
         Raises:
-            CurvoptError: a gradient is not finite or sparse, an option has left its range, the parameters have another
-                precision than before, or no curvature was ever computed. Nothing has changed then, but the curvature
-                collected for this step is dropped.
+            CurvoptError: the optimizer is not attached to a model, a gradient is not finite or sparse, an option has
+                left its range, or the parameters have another precision than before. Nothing has changed then, but the
+                curvature collected for this step is dropped.
         """
         if torch.compiler.is_dynamo_compiling():
             return outside_of_graphs(self.step, closure)
@@ -357,10 +349,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         return loss
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Call the closure inside ``curvature()``; return its result."""
+        """Call the closure, and return its result."""
         before, self._runs_closure = _gradients(self._params()), True
-        # an attached optimizer has a context in each backward, also where the closure has one of its own
-        with torch.enable_grad(), nullcontext() if self._curvature.is_attached else self.curvature():
+        with torch.enable_grad():
             try:
                 loss = closure()
             finally:
@@ -404,7 +395,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
         Lightning asks in the closure of a step whether it may clip: no scaler works there.
         """
-        return not (self._curvature.knows_scale or self._runs_closure)
+        return self._curvature.scaler is None and not self._runs_closure
 
     def _advance(
         self, ranks: Alone, grads: dict[Tensor, Tensor], collected: Collected
@@ -419,18 +410,16 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             for param in grads:
                 curvature_of(self.state[param])
             return None
-        check_dense(type(self).__name__, grads, self._names)
+        who = type(self).__name__
+        check_dense(who, grads, self._names)
+        if not self._curvature.is_attached:
+            raise CurvoptError(
+                f"{who}.step(): the optimizer is attached to no model, so no backward computes curvature. Build it of "
+                f"the model, {who}(model), or call optimizer.attach(model) once."
+            )
         # new curvature changes the stacks
         joined = self._joined(grads) if have_curvature(self.state) and not collected.curvature else []
-        try:
-            accepted = self._accepted(ranks, grads, collected, joined)
-        except NoCurvature:
-            if not self._curvature.is_attached:
-                raise
-            self._say(
-                "plain", f"takes plain gradients until a backward has curvature, as none was seen. {WITHOUT_BACKWARD}"
-            )
-            accepted, collected.refused = {}, True
+        accepted = self._accepted(ranks, grads, collected, joined)
         if accepted is None:
             return None
         if self._refresh(ranks, grads, collected, accepted) or not joined:
@@ -488,7 +477,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Raises:
             CurvoptError: if a gradient is not finite, a parameter changed its precision, or all curvature was not
                 finite.
-            NoCurvature: if none was ever computed.
         """
         self._check_precision(grads.keys())
         who, params = type(self).__name__, list(grads)
@@ -510,8 +498,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         weightless = bool(new) and not finite[-1] and float(weight) == 0
         if new and not finite[-1]:
             rejected = set(new)
-        refused = collected.refused or (self._curvature.is_attached and self._run.refused)
-        known = have_curvature(self.state) or refused
+        known = have_curvature(self.state) or collected.refused or self._run.refused
         counts = torch.tensor([len(bad), len(new), len(rejected), weightless, known], dtype=torch.float64)
         all_bad, all_new, all_rejected, all_weightless, all_known = ranks.over_owners(counts).tolist()
         if all_bad:
@@ -526,15 +513,16 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             logger.warning("%s: new curvature is not finite and was dropped", self._names()[param])
 
         if not all_known and all_rejected == all_new:
-            nonzero = bool(params) and not are_zero(self._names())
-            if not all_weightless or ranks.over_owners(torch.tensor(float(nonzero))) > 0:
-                reason = "all curvature so far was not finite" if all_rejected else "no curvature was computed so far"
-                raise (CurvoptError if all_rejected else NoCurvature)(
-                    f"{who}.step(): {reason}. Build the optimizer of the model, {who}(model), or call "
-                    "optimizer.attach(model) once; or wrap each backward pass of an extended model: `with "
-                    f"optimizer.curvature(): loss.backward()`. {WITHOUT_BACKWARD}"
+            if not all_new:
+                self._say(
+                    "plain",
+                    f"takes plain gradients until a backward has curvature, as none was seen. {WITHOUT_BACKWARD}",
                 )
-            return None
+                collected.refused = True
+            elif all_weightless and ranks.over_owners(torch.tensor(float(not are_zero(params)))) == 0:
+                return None
+            else:
+                raise CurvoptError(f"{who}.step(): all curvature so far was not finite; skip this batch.")
         return {param: tensors for param, tensors in new.items() if param not in rejected}
 
     def _refresh(
@@ -634,14 +622,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _tell_if_overdue(self, grads: dict[Tensor, Tensor]) -> None:
         """Say that steps go on with old curvature."""
         if self._curvature.is_overdue(self._params(), grads.keys(), self.curvature_every):
-            remedy = (
-                "Call optimizer.attach(model), also after loading a state, or run backwards inside of "
-                "optimizer.curvature()."
-            )
             self._say(
                 "overdue",
                 "takes steps with old curvature: its refresh is overdue, but no backward computed any. "
-                f"{WITHOUT_BACKWARD if self._curvature.is_attached else remedy}",
+                f"{WITHOUT_BACKWARD}",
             )
 
     # --- reports and checkpoints --------------------------------------------------------------------------------

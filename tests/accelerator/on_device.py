@@ -114,13 +114,12 @@ def test_launches_do_not_grow_with_the_batch(
 @pytest.mark.parametrize("make_optimizer", [KFACSGD, EKFACSGD, DiagonalNewton, KFACAdamW])
 def test_steps_wait_once(make: Callable[[], nn.Module], make_optimizer: type, device: str, waits: Callable):
     model, lossfunc, x, y = prepared(make, device)
-    optimizer = make_optimizer(model.parameters(), lr=0.01)
+    optimizer = make_optimizer(model, lr=0.01)
     alone = []
     for _ in range(12):
         optimizer.zero_grad()
-        with optimizer.curvature():
-            loss = lossfunc(model(x), y)
-            loss.backward()
+        loss = lossfunc(model(x), y)
+        loss.backward()
         waits()
         optimizer.step()
         alone.append(sum(waits().values()))
@@ -138,12 +137,11 @@ def test_launches_of_a_step(make_optimizer: type, device: str, waits: Callable):
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, size), *(nn.Linear(size, size) for _ in range(layers)))
         model, lossfunc, x, y = prepared(lambda: nn.Sequential(*model, nn.Linear(size, 5)), device)
         blocks = {} if make_optimizer is DiagonalNewton else {"max_factor_size": 10}
-        optimizer = make_optimizer(model.parameters(), lr=1e-3, **blocks)
+        optimizer = make_optimizer(model, lr=1e-3, **blocks)
         found = []
         for _ in range(12):
             optimizer.zero_grad()
-            with optimizer.curvature():
-                lossfunc(model(x), y).backward()
+            lossfunc(model(x), y).backward()
             accelerator.load().take_launches()
             optimizer.step()
             found.append(sum(accelerator.load().take_launches().values()))

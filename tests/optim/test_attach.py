@@ -1,4 +1,4 @@
-"""``attach()``: plain ``loss.backward(); optimizer.step()`` is the loop with ``curvature()``, whatever else goes on."""
+"""``attach()``: plain ``loss.backward(); optimizer.step()`` collects the curvature, whatever else goes on."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tasks() -> nn.Module:
 
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, DiagonalNewton])
 def test_gradients_of_two_backwards_count_as_those_also_where_one_is_due(make: Callable) -> None:
-    run = Run(make, tasks, attach=True, dtype=torch.float64, damping=1e6, rms_clip=None, momentum=0.0, lr=1.0)
+    run = Run(make, tasks, dtype=torch.float64, damping=1e6, rms_clip=None, momentum=0.0, lr=1.0)
     for step in range(30):
         x, y = run.data(step)
         run.optimizer.zero_grad()
@@ -74,7 +74,7 @@ def test_gradients_of_two_backwards_count_as_those_also_where_one_is_due(make: C
 @pytest.mark.filterwarnings("ignore:.*linear in the network's output")
 def test_accumulation_that_begins_with_a_gradient_of_zeros(make: Callable, reset: bool) -> None:
     """Its curvature and weight count, unless its gradient is reset, to the same zeros, before the next one."""
-    whole, halves = (Run(make, attach=True, dtype=torch.float64) for _ in range(2))
+    whole, halves = (Run(make, dtype=torch.float64) for _ in range(2))
     lossfunc = extend(Margins(), loss=True)
     with torch.no_grad():
         for run in (whole, halves):
@@ -94,7 +94,7 @@ def test_accumulation_that_begins_with_a_gradient_of_zeros(make: Callable, reset
 
 
 def test_a_state_loaded_between_accumulated_backwards_leaves_what_belongs_to_the_gradients() -> None:
-    plain, loaded = (Run(KFACSGD, attach=True, fisher="exact", rms_clip=None) for _ in range(2))
+    plain, loaded = (Run(KFACSGD, fisher="exact", rms_clip=None) for _ in range(2))
     for step in range(3):
         for run in (plain, loaded):
             run.backward(step, lambda step, run=run: run.loss(step) / 2)
@@ -106,7 +106,7 @@ def test_a_state_loaded_between_accumulated_backwards_leaves_what_belongs_to_the
 
 
 def test_other_calls_into_autograd_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(KFACSGD, attach=True)
+    run = Run(KFACSGD)
     monkeypatch.setattr(run.optimizer._quantity, "extensions", lambda _: pytest.fail("curvature was computed"))
     x = run.x[:4].clone().requires_grad_()
     torch.autograd.grad(run.lossfunc(run.model(x), run.y[:4]), list(run.model.parameters()))
@@ -137,7 +137,6 @@ def test_the_scaler_is_kept_when_modules_are_attached_again() -> None:
     for each in (run, again):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
         each.optimizer.attach(each.model, each.lossfunc, scaler=scaler)
-        each.attached = True
         if each is again:
             again.optimizer.attach(again.model)
         for step in range(3):
@@ -148,7 +147,7 @@ def test_the_scaler_is_kept_when_modules_are_attached_again() -> None:
 
 
 def test_a_backward_without_curvature_says_what_to_do_and_steps() -> None:
-    run = Run(KFACSGD, attach=True)
+    run = Run(KFACSGD)
     before = run.weights()
     with pytest.warns(CurvoptWarning, match=r"takes plain gradients.*inside of `with backpack\(\):`"):
         sum(p.square().sum() for p in run.model.parameters()).backward()  # pyright: ignore[reportAttributeAccessIssue]
@@ -159,7 +158,7 @@ def test_a_backward_without_curvature_says_what_to_do_and_steps() -> None:
 
 
 def test_backwards_without_curvature_are_left_alone_where_errors_say() -> None:
-    run, plain = (Run(KFACSGD, cnn, attach=True, reduction="sum", fisher="exact") for _ in range(2))
+    run, plain = (Run(KFACSGD, cnn, reduction="sum", fisher="exact") for _ in range(2))
     for step in range(3):
         run.optimizer.zero_grad()
         penalty = run.model(run.x[:4]).mean(0).square().sum()  # of mean activations, say
@@ -177,7 +176,7 @@ def test_backwards_without_curvature_are_left_alone_where_errors_say() -> None:
 
 
 def test_backwards_that_are_refused_later_leave_the_curvature_as_it_is() -> None:
-    run = Run(KFACSGD, cnn, attach=True, reduction="sum").train(2)
+    run = Run(KFACSGD, cnn, reduction="sum").train(2)
     before = copy.deepcopy(run.factors())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -191,7 +190,7 @@ def test_backwards_that_are_refused_later_leave_the_curvature_as_it_is() -> None
 def test_nothing_is_watched_after_the_optimizer_is_gone() -> None:
     gc.collect()  # optimizers of other tests
     run_backward = torch.autograd._engine_run_backward  # pyright: ignore[reportAttributeAccessIssue]
-    first, second = Run(KFACSGD, attach=True).train(1), Run(KFACAdamW, attach=True)
+    first, second = Run(KFACSGD).train(1), Run(KFACAdamW)
     second.optimizer.attach(second.model)
     watched = torch.autograd._engine_run_backward  # pyright: ignore[reportAttributeAccessIssue]
     assert watched is not run_backward
@@ -206,7 +205,7 @@ def test_nothing_is_watched_after_the_optimizer_is_gone() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])
 def test_copies_are_attached(duplicate: Callable) -> None:
-    run = Run(KFACSGD, attach=True, curvature_every=3).train(5)
+    run = Run(KFACSGD, curvature_every=3).train(5)
     twin = duplicate(run)
     before = twin.factors()[0][0].clone()
     assert_equal(run.train(range(5, 10)).weights(), twin.train(range(5, 10)).weights())
@@ -216,46 +215,37 @@ def test_copies_are_attached(duplicate: Callable) -> None:
 # ----------------------------------------------------------------------------------------------- several, and others
 
 
-def gan(attach: bool, zero: str) -> tuple[list[Tensor], list[KFACSGD]]:
-    """Weights of a generator and its critic, which sees real and fake images in two backwards; their optimizers."""
-    torch.manual_seed(0)
-    generator = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 64))
-    critic = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1))
-    nets = {"generator": generator, "critic": critic}
-    optimizers = {name: KFACSGD(net.parameters(), fisher="exact", curvature_every=2) for name, net in nets.items()}
-    for name, net in nets.items():
-        if attach:
-            optimizers[name].attach(net)
-        extend(net)
-
-    def zero_grad(name: str) -> None:
-        (nets if zero == "module" else optimizers)[name].zero_grad()
-
-    def backward(name: str, images: Tensor, label: float) -> None:
-        z = critic(images)
-        loss = nn.functional.binary_cross_entropy_with_logits(z, torch.full_like(z, label))
-        if attach:
-            loss.backward()
-        else:
-            with optimizers[name].curvature():
-                loss.backward()
-
-    for step in range(12):
-        fake = torch.sigmoid(generator(torch.randn(64, 8)))
-        zero_grad("critic")
-        backward("critic", digits()[0][64 * step :][:64].flatten(1), 1.0)
-        backward("critic", fake.detach(), 0.0)
-        optimizers["critic"].step()
-        zero_grad("generator")
-        backward("generator", fake, 1.0)  # reaches the critic, too
-        optimizers["generator"].step()
-    return [p.detach() for net in nets.values() for p in net.parameters()], list(optimizers.values())
-
-
 @pytest.mark.parametrize("zero", ["module", "optimizer"])
 def test_a_generator_and_its_critic(zero: str) -> None:
-    weights, optimizers = gan(True, zero)
-    assert_equal(weights, gan(False, zero)[0])
+    """The critic sees real and fake images in two backwards; that of the generator reaches it, too, without effect."""
+
+    def train(apart: bool) -> tuple[list[Tensor], list[KFACSGD]]:
+        torch.manual_seed(0)
+        generator = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 64))
+        critic = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1))
+        nets = {"generator": generator, "critic": critic}
+        optimizers = {name: KFACSGD(net, fisher="exact", curvature_every=2) for name, net in nets.items()}
+
+        def zero_grad(name: str) -> None:
+            (nets if zero == "module" else optimizers)[name].zero_grad()
+
+        def loss(images: Tensor, label: float) -> Tensor:
+            z = critic(images)
+            return nn.functional.binary_cross_entropy_with_logits(z, torch.full_like(z, label))
+
+        for step in range(12):
+            fake = torch.sigmoid(generator(torch.randn(64, 8)))
+            zero_grad("critic")
+            loss(digits()[0][64 * step :][:64].flatten(1), 1.0).backward()
+            loss(fake.detach(), 0.0).backward()
+            optimizers["critic"].step()
+            zero_grad("generator")
+            loss(fake, 1.0).backward(inputs=list(generator.parameters()) if apart else None)
+            optimizers["generator"].step()
+        return [p.detach() for net in nets.values() for p in net.parameters()], list(optimizers.values())
+
+    weights, optimizers = train(False)
+    assert_equal(weights, train(True)[0])
     for optimizer in optimizers:
         assert min(optimizer._run.due) >= 12 and set(optimizer.coverage().values()) == {
             "kronecker",
@@ -286,7 +276,7 @@ def test_two_optimizers_share_a_model() -> None:
 @pytest.mark.parametrize("name", ["KFACSGD exact", "EKFACSGD exact", "DiagonalNewton exact"])
 def test_models_whose_losses_are_added_up_train_as_alone(name: str, other: str) -> None:
     """Each optimizer counts the losses that reach its parameters: a factor of another one is none of its business."""
-    alone, joint, second = (Run(OPTIMIZERS[name], attach=True, seed=seed, dtype=torch.float64) for seed in (0, 0, 1))
+    alone, joint, second = (Run(OPTIMIZERS[name], seed=seed, dtype=torch.float64) for seed in (0, 0, 1))
     if other == "of torch":
         second = Run(torch.optim.SGD, seed=1, dtype=torch.float64, lr=1e-6)
     for step in range(4):
@@ -302,9 +292,7 @@ def test_models_whose_losses_are_added_up_train_as_alone(name: str, other: str) 
 
 def test_a_context_of_the_user() -> None:
     """The user gets the fields that are asked for, of the same name even, and the optimizer its curvature."""
-    plain, watched, alone = (
-        Run(KFACSGD, attach=attach, fisher="exact", dtype=torch.float64) for attach in (True, True, False)
-    )
+    plain, watched, alone = (Run(KFACSGD, fisher="exact", dtype=torch.float64) for _ in range(3))
     plain.train(6)
     for step in range(6):
         alone.model.load_state_dict(watched.model.state_dict())
@@ -322,7 +310,7 @@ def test_a_context_of_the_user() -> None:
 
 def test_an_error_of_one_context_leaves_nothing_of_the_others() -> None:
     net = partial(nn.Sequential, nn.Flatten(), nn.Linear(64, 9), nn.BatchNorm1d(9), nn.Linear(9, 10))
-    run = Run(KFACSGD, net, attach=True)
+    run = Run(KFACSGD, net)
     with pytest.raises(CurvoptError, match="grad_batch needs independent samples"), backpack(BatchGrad()):
         run.loss(0).backward()
     assert all(not vars(p) for p in run.model.parameters())

@@ -291,20 +291,7 @@ def closure(run: Run, step: int) -> None:
     assert run.optimizer.step(lambda: evaluated(run, step)).requires_grad
 
 
-def closure_that_opens_contexts(run: Run, step: int) -> None:
-    def evaluate() -> Tensor:
-        run.optimizer.zero_grad()
-        with run.optimizer.curvature():
-            loss = run.loss(step)
-            loss.backward()
-        return loss
-
-    run.optimizer.step(evaluate)
-
-
 def closure_that_asks_for_fields(run: Run, step: int) -> None:
-    run.optimizer.attach(run.model, run.lossfunc)
-
     def evaluate() -> Tensor:
         with backpack(BatchGrad()):
             return evaluated(run, step)
@@ -313,22 +300,22 @@ def closure_that_asks_for_fields(run: Run, step: int) -> None:
     assert all(hasattr(p, "grad_batch") for p in run.model.parameters())
 
 
-def attached(run: Run, step: int) -> None:
-    run.optimizer.attach(run.model, run.lossfunc)
-    evaluated(run, step)
-    run.optimizer.step()
-
-
 def after_an_exception(run: Run, step: int) -> None:
     sampler = run.optimizer._run.sampler
-    with pytest.raises(KeyError), run.optimizer.curvature():
-        run.loss(7).backward()
+
+    def fail(grad: Tensor) -> None:
         raise KeyError
+
+    loss, weight = run.loss(7), next(run.model.parameters())
+    handle = weight.register_hook(fail)
+    with pytest.raises(KeyError):
+        loss.backward()
+    handle.remove()
     run.optimizer._run.sampler = sampler
     run.step(step)
 
 
-LOOPS = [closure, closure_that_opens_contexts, closure_that_asks_for_fields, attached, after_an_exception]
+LOOPS = [closure, closure_that_asks_for_fields, after_an_exception]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -407,10 +394,9 @@ def test_damping_of_a_parameter_without_curvature_is_that_of_all(make: Callable)
 
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD])
 def test_where_there_is_no_curvature_at_all_steps_are_those_of_gradients(make: Callable) -> None:
-    model = extend(nn.Linear(3, 1))
-    optimizer = make(model.parameters(), lr=0.1, momentum=0.0, fisher="exact", rms_clip=None)
-    with optimizer.curvature():
-        extend(nn.MSELoss())(model(torch.zeros(4, 3)) * 0.0, torch.ones(4, 1)).backward()
+    model = nn.Linear(3, 1)
+    optimizer = make(model, lr=0.1, momentum=0.0, fisher="exact", rms_clip=None)
+    nn.MSELoss()(model(torch.zeros(4, 3)) * 0.0, torch.ones(4, 1)).backward()
     before = [p.detach().clone() for p in model.parameters()]
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -688,35 +674,22 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make: Callable, poison: f
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("how", ["before", "by the optimizer", "closure", "context", "twice", "attached"])
+@pytest.mark.parametrize("how", ["by the model", "by the optimizer", "closure"])
 def test_curvature_goes_with_gradients_that_are_reset(how: str, set_to_none: bool) -> None:
-    """Before its context, inside of it, or in a closure."""
-    clean, aborted = (
-        Run(KFACSGD, cnn, fisher="empirical"),
-        Run(KFACSGD, cnn, fisher="empirical", attach=how == "attached"),
-    )
+    clean, aborted = (Run(KFACSGD, cnn, fisher="empirical") for _ in range(2))
     clean.train(1)
 
     def evaluate() -> Tensor:
         (aborted.optimizer if how == "by the optimizer" else aborted.model).zero_grad(set_to_none)
-        if how in ("before", "by the optimizer"):
-            stack.enter_context(aborted.optimizer.curvature())
         loss = aborted.loss(0)
         loss.backward()
         return loss
 
-    if how != "twice":
-        aborted.backward(1)  # whose step is left out
-    with contextlib.ExitStack() as stack:
-        if how in ("context", "twice"):
-            stack.enter_context(aborted.optimizer.curvature())
-        if how == "twice":
-            aborted.loss(1).backward()
-        if how == "closure":
-            aborted.optimizer.step(evaluate)
-        else:
-            evaluate()
-    if how != "closure":
+    aborted.backward(1)  # whose step is left out
+    if how == "closure":
+        aborted.optimizer.step(evaluate)
+    else:
+        evaluate()
         aborted.optimizer.step()
     assert_equal(clean.weights(), aborted.weights())
 
@@ -725,9 +698,8 @@ def test_curvature_goes_with_gradients_that_are_reset(how: str, set_to_none: boo
 def test_curvature_that_is_not_finite_never_enters(make: Callable, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(make, ema=0.5, curvature_every=1).train(2)
     before = copy.deepcopy(run.factors())
-    run.optimizer.zero_grad()
-    with run.optimizer.curvature(loss_scale=0.0):
-        run.loss(2).backward()
+    run.backward(2)
+    run.optimizer._curvature.collected.weight *= torch.nan
     with caplog.at_level(logging.WARNING, logger="curvopt"):
         run.optimizer.step()
     assert "not finite" in caplog.text
@@ -745,8 +717,7 @@ def test_batches_without_targets_change_nothing(
 
     def backward(run: Run, ignored: bool) -> None:
         x, y = run.data(0)
-        with run.optimizer.curvature():
-            run.lossfunc(run.model(x), y.clone().fill_(-100) if ignored else y).backward()
+        run.lossfunc(run.model(x), y.clone().fill_(-100) if ignored else y).backward()
 
     run, plain = (Run(make, reduction=reduction, ema=0.5) for _ in range(2))
     before, sampler = run.weights(), run.optimizer._run.sampler
@@ -772,20 +743,17 @@ def test_batches_without_targets_change_nothing(
 @every_optimizer
 def test_step_without_any_curvature_says_how(make: Callable) -> None:
     run = Run(make)
-    before = run.weights()
+    before, who = run.weights(), type(run.optimizer).__name__
+    forgotten = make(run.model.parameters())
     run.loss(0).backward()
-    with pytest.raises(CurvoptError, match=r"with optimizer\.curvature\(\)"):
-        run.optimizer.step()
-    with run.optimizer.curvature(loss_scale=0.0):
-        run.loss(0).backward()
+    with pytest.raises(CurvoptError, match=rf"attached to no model.* {who}\(model\)"):
+        forgotten.step()
+    with pytest.raises(CurvoptError, match=rf"is gone.* {who}\(model\)"):
+        forgotten.curvature()
+    run.optimizer._curvature.collected.weight *= torch.nan
     with pytest.raises(CurvoptError, match="all curvature so far was not finite"):
         run.optimizer.step()
     assert_equal(run.weights(), before)
-    stranger = extend(mlp())
-    with pytest.raises(CurvoptError, match=r"extend\(model\)"), run.optimizer.curvature():
-        run.lossfunc(stranger(run.x[:4]), run.y[:4]).backward()
-    with pytest.raises(CurvoptError, match="extend"), run.optimizer.curvature():
-        nn.CrossEntropyLoss()(mlp()(run.x[:4]), run.y[:4]).backward()
     run.train(1)
 
 
@@ -809,10 +777,10 @@ def test_coverage_and_a_parameter_without_curvature() -> None:
     model: Any = Net(lambda net, x: net.head(net.body(x)), body=body, head=nn.Linear(16, 10))
     lossfunc = extend(nn.CrossEntropyLoss())
     optimizer = KFACSGD(model.named_parameters(), momentum=0.0, rms_clip=None, lr=1.0, damping=0.05)
+    optimizer.attach(body)
     assert set(optimizer.coverage().values()) == {"none"}
     before = [p.detach().clone() for p in model.parameters()]
-    with optimizer.curvature():
-        lossfunc(model(x[:64]), y[:64]).backward()
+    lossfunc(model(x[:64]), y[:64]).backward()
     with pytest.warns(CurvoptWarning, match="for head.weight, head.bias, which are of no extended module"):
         optimizer.step()
     kinds = {"body.1.weight": "kronecker", "body.1.bias": "dense", "head.weight": "none", "head.bias": "none"}
@@ -827,6 +795,7 @@ def test_groups_of_modules_may_have_the_same_names(make: Callable) -> None:
     run = Run(make)
     groups = [{"params": run.model[i].named_parameters()} for i in (1, 3)]
     run.optimizer = make([*groups, {"params": zip(("out", "shift"), run.model[5].parameters(), strict=True)}])
+    run.optimizer.attach(run.model)
     coverage = run.train(1).optimizer.coverage()
     assert list(coverage) == [f"{name} (group {i})" for i in (0, 1) for name in ("weight", "bias")] + ["out", "shift"]
     run.backward(1)
@@ -885,16 +854,15 @@ def tied_heads() -> Any:
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW])
 def test_a_weight_of_two_kinds_of_use_trains(make: Callable, accumulated: bool) -> None:
     """Its curvature is that of the first backward of a step, and begins anew where another kind comes."""
-    model, lossfunc = extend(tied_heads()), extend(nn.CrossEntropyLoss())
-    optimizer = make(model.parameters(), fisher="exact")
+    model, lossfunc = tied_heads(), nn.CrossEntropyLoss()
+    optimizer = make(model, fisher="exact")
     features, indices, y = torch.randn(8, 4), torch.randint(4, (8,)), torch.randint(4, (8,))
     sizes = []
     with pytest.warns(CurvoptWarning, match=r"several forms for .*: .*layers of different kinds") as said:
         for x in (features, indices, features):
             if not accumulated:
                 optimizer.zero_grad()
-            with optimizer.curvature():
-                lossfunc(model(x), y).backward()
+            lossfunc(model(x), y).backward()
             if not accumulated:
                 optimizer.step()
                 sizes.append([factor.ndim for factor in optimizer.state[model.table.weight]["curvature"].factors])

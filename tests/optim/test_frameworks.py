@@ -38,13 +38,11 @@ def linear_decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 def by_hand(model: nn.Module, optimizer: KFACSGD, parts: int, clip: float, steps: int = STEPS) -> nn.Module:
     """The loop that the frameworks run: accumulate, clip, step, schedule."""
     schedule, data = linear_decay(optimizer), iter(batches())
-    extend(model)
     for _ in range(steps):
         optimizer.zero_grad()
         for _ in range(parts):
             x, y = next(data)
-            with optimizer.curvature():
-                (F.cross_entropy(model(x), y) / parts).backward()
+            (F.cross_entropy(model(x), y) / parts).backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         schedule.step()
@@ -119,7 +117,7 @@ def test_lightning_is_the_loop_by_hand(lightning: Any):
     _, module = lightning_fit(lightning, accumulate_grad_batches=2, gradient_clip_val=0.5)
     torch.manual_seed(0)
     model = cnn()
-    by_hand(model, KFACSGD(model.parameters(), lr=0.3), 2, 0.5)
+    by_hand(model, KFACSGD(model, lr=0.3), 2, 0.5)
     assert_equal(weights(module.net), weights(model))
 
 
@@ -189,7 +187,7 @@ def test_accelerate_is_the_loop_by_hand(accelerator: Callable):
     model, *_ = accelerated(accelerator(gradient_accumulation_steps=2), STEPS, 0.5)
     torch.manual_seed(0)
     other = cnn()
-    assert_equal(weights(model), weights(by_hand(other, KFACSGD(other.parameters(), lr=0.3), 2, 0.5)))
+    assert_equal(weights(model), weights(by_hand(other, KFACSGD(other, lr=0.3), 2, 0.5)))
 
 
 def test_accelerate_in_mixed_precision(accelerator: Callable):
@@ -318,8 +316,8 @@ def test_transformers_train_as_by_hand(transformers: Any, tmp_path: Path):
         max_grad_norm=0.5,
     )
     recording.remove()
-    other = extend(gpt2(transformers, 0.0).train())
-    optimizer = KFACSGD(other.named_parameters(), lr=0.1, fisher="empirical")
+    other = gpt2(transformers, 0.0).train()
+    optimizer = KFACSGD(other, lr=0.1, fisher="empirical")
     schedule = linear_decay(optimizer)
     for first, second in zip(seen[::2], seen[1::2], strict=True):
         labels = sum(int((batch["labels"] >= 0).sum()) for batch in (first, second))
@@ -327,8 +325,7 @@ def test_transformers_train_as_by_hand(transformers: Any, tmp_path: Path):
         for batch in (first, second):
             logits = other(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].flatten(0, 1)
             loss = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum") / labels
-            with optimizer.curvature():
-                loss.backward()
+            loss.backward()
         nn.utils.clip_grad_norm_(other.parameters(), 0.5)
         optimizer.step()
         schedule.step()
@@ -579,32 +576,21 @@ def test_a_step_that_was_compiled_with_another_optimizer_before():
     assert_close(train(make), train(make, compiled=False))
 
 
-only_attached = pytest.mark.skipif(torch.__version__ < (2, 12), reason="PyTorch 2.11 compiles no `curvature()`")
-
-
 @compiling
-@pytest.mark.parametrize("attached", [pytest.param(False, marks=only_attached), True])
-def test_a_whole_compiled_step(attached: bool):
-    model, plain, lossfunc = net(), net(), extend(nn.CrossEntropyLoss())
+def test_a_whole_compiled_step():
+    model, lossfunc = net(), nn.CrossEntropyLoss()
 
     def step(model: nn.Module, optimizer: KFACSGD) -> None:
         optimizer.zero_grad()
-        with contextlib.nullcontext() if attached else optimizer.curvature():
-            lossfunc(model(X), Y).backward()
+        lossfunc(model(X), Y).backward()
         optimizer.step()
 
-    for net_, run in ((model, torch.compile(step, backend="aot_eager")), (plain, step)):
-        optimizer = KFACSGD(extend(net_).parameters(), fisher="exact")
-        if attached:
-            optimizer.attach(net_)
-        # compiled with the step, the loss has no second derivative
-        message = "empirical quantity.*compute the loss outside of what torch.compile compiles"
-        says = pytest.warns(CurvoptWarning, match=message) if attached and net_ is model else contextlib.nullcontext()
-        with says:
-            for _ in range(3):
-                run(net_, optimizer)
-    if not attached:
-        assert_close(weights(model), weights(plain))
+    run, optimizer = torch.compile(step, backend="aot_eager"), KFACSGD(model, fisher="exact")
+    # compiled with the step, the loss has no second derivative
+    message = "empirical quantity.*compute the loss outside of what torch.compile compiles"
+    with pytest.warns(CurvoptWarning, match=message):
+        for _ in range(3):
+            run(model, optimizer)
     assert lossfunc(model(X), Y) < lossfunc(net()(X), Y)
 
 

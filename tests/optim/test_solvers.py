@@ -242,8 +242,7 @@ def test_preconditioner_in_front_of_sgd_is_kfac_sgd() -> None:
     preconditioner = KFACPreconditioner(other.model, **options)
     for step in range(6):
         preconditioner.zero_grad()
-        with preconditioner.curvature():
-            other.backward(step)
+        other.backward(step)
         before = other.weights()
         preconditioner.step()
         assert_close(before, other.weights(), rtol=0, atol=0)

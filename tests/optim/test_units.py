@@ -6,7 +6,6 @@ Tests of `optim/accumulation.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -86,15 +85,6 @@ def in_two_backwards(loop: Loop, x: Tensor, y: Tensor) -> None:
         (F.cross_entropy(loop.model(x[part]), y[part]) / 2).backward()
 
 
-def in_contexts(loop: Loop, x: Tensor, y: Tensor) -> None:
-    """Two backwards, in a context each or both in one."""
-    one = len(x) > 8
-    with loop.optimizer.curvature() if one else nullcontext():
-        for part in (slice(None, None, 2), slice(1, None, 2)):
-            with nullcontext() if one else loop.optimizer.curvature():
-                (F.cross_entropy(loop.model(x[part]), y[part]) / 2).backward()
-
-
 def in_unequal_parts(loop: Loop, x: Tensor, y: Tensor) -> None:
     for part in (slice(3), slice(3, None)):
         F.cross_entropy(loop.model(x[part]), y[part], reduction="sum").backward()
@@ -118,30 +108,22 @@ def scaled_and_unscaled(loop: Loop, x: Tensor, y: Tensor) -> None:
     loop.scaler.unscale_(loop.inner or loop.optimizer)
 
 
-def scaled_in_a_context(loop: Loop, x: Tensor, y: Tensor) -> None:
-    with loop.optimizer.curvature(loop.scaler.get_scale()):
-        scaled(loop, x, y)
-
-
 #: By spelling: the argument that it needs.
 SPELLINGS: dict[Callable[[Loop, Tensor, Tensor], None], str | None] = {
     summed: None,
     sum_over_n: None,
     sum_then_divided: "gradient_scale",
     in_two_backwards: None,
-    in_contexts: None,
     in_unequal_parts: None,
     two_losses: None,
     seven_times: None,
     scaled: None,
-    scaled_in_a_context: None,
     scaled_and_unscaled: "scaler",
 }
 
 
 #: A scaler does not step the preconditioner.
-UNSCALED = {("KFACPreconditioner", each) for each in (scaled, scaled_in_a_context)}
-PAIRS = [(name, each) for name in OPTIMIZERS for each in SPELLINGS if (name, each) not in UNSCALED]
+PAIRS = [(name, each) for name in OPTIMIZERS for each in SPELLINGS if (name, each) != ("KFACPreconditioner", scaled)]
 
 
 @pytest.mark.parametrize(("name", "spelling"), PAIRS, ids=lambda value: getattr(value, "__name__", value))

@@ -277,32 +277,19 @@ def test_backwards_with_and_without_samples_in_turn_have_curvature(offset: int) 
         descend(optimizer, lambda: classes(model(x)) if (n + offset) % 2 else without_samples(model))  # noqa: B023
     assert covered(optimizer)
     assert all(last > 10 for last in optimizer.state_dict()["param_groups"][0]["run"]["refreshed"])
-    resumed = KFACSGD(model.parameters())
-    resumed.load_state_dict(optimizer.state_dict())
-    with pytest.warns(CurvoptWarning, match="overdue"):
+    with pytest.warns(CurvoptWarning, match="overdue") as said:
         for _ in range(60):
-            resumed.step()
+            optimizer.step()
+    assert len(said) == 1
 
 
-def test_a_resumed_run_without_curvature_does_not_go_on_silently() -> None:
+def test_a_resumed_run_that_is_not_attached_does_not_go_on_silently() -> None:
     model, optimizer = attached(KFACSGD)
-    with pytest.warns(CurvoptWarning, match="takes plain gradients"):
-        without_samples(model).backward()
-    optimizer.step()
+    step(model, optimizer, classes, 1)
     resumed = KFACSGD(model.parameters())
     resumed.load_state_dict(optimizer.state_dict())
-    with pytest.raises(CurvoptError, match="no curvature was computed so far"):
+    with pytest.raises(CurvoptError, match=r"attached to no model.*KFACSGD\(model\)"):
         resumed.step()
-
-
-@quiet
-def test_a_backward_without_samples_leaves_those_of_later_ones_in_a_context_alone() -> None:
-    model, optimizer = attached(KFACSGD)
-    with optimizer.curvature():
-        without_samples(model).backward()
-        classes(model(x)).backward()
-    optimizer.step()
-    assert covered(optimizer)
 
 
 #: Losses that have no GGN, and those that have one though no rule knows them.
@@ -453,17 +440,6 @@ def test_heads_that_take_turns_are_refreshed_by_their_own_steps(kind: Callable) 
             if factors and float(factors[0].norm()) != seen[at]:
                 last[at], seen[at] = i, float(factors[0].norm())
     assert min(last) >= 100 - 2 * 4 * 5, last
-
-
-def test_a_refresh_that_is_overdue_warns_once() -> None:
-    model, optimizer = attached(KFACSGD)
-    step(model, optimizer, classes)
-    new = KFACSGD(model.parameters(), curvature_every=5)
-    new.load_state_dict(optimizer.state_dict())  # attach() forgotten
-    del optimizer
-    with pytest.warns(CurvoptWarning, match=r"overdue.*attach") as said:
-        step(model, new, classes, 30)
-    assert len(said) == 1
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
