@@ -144,38 +144,54 @@ def inv_kfacs(factors: Sequence[Tensor], shift: float | Sequence[float | Tensor]
     return damped_inverses(factors, shifts)[0]
 
 
-def mean_diagonal(factor: Tensor) -> Tensor:
-    """Mean of the diagonal of a factor (padding of blocks counts, it is short): ``[]``, or ``[G]`` with groups."""
-    if factor.ndim < 2:
-        return factor.mean()
-    return factor.diagonal(dim1=-2, dim2=-1).mean((1, 2) if factor.ndim == 4 else -1)
+def mean_diagonals(factors: Sequence[Tensor]) -> list[Tensor]:
+    """Means of the diagonals of factors (padding of blocks counts, it is short): ``[]``, or ``[G]`` with groups."""
+    means: list[Tensor] = [torch.empty(0)] * len(factors)
+    for members in alike(factors):
+        batch = torch.stack([factors[i] for i in members])
+        diagonals = batch.diagonal(dim1=-2, dim2=-1) if batch.ndim > 2 else batch
+        of_members = diagonals.reshape(*batch.shape[: 2 if batch.ndim > 3 else 1], -1).mean(-1)
+        for i, mean in zip(members, of_members.unbind(), strict=True):
+            means[i] = mean
+    return means
 
 
-def kron_mean_diagonal(factors: Sequence[Tensor]) -> Tensor:
-    """Mean of the diagonal of the matrix of a factor list, ``[]``."""
-    return prod((mean_diagonal(factor) for factor in factors[1:]), start=mean_diagonal(factors[0])).mean()
-
-
-def pi_damping(factors: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
-    """Shifts of a factor list that together stand for ``+ damping I`` (Martens & Grosse 2015, section 6.3).
+def pi_dampings(
+    factors: Sequence[Sequence[Tensor]], means: Sequence[Sequence[Tensor]], dampings: Sequence[float | Tensor]
+) -> list[Tensor]:
+    """Shifts of factor lists that together stand for ``+ damping I`` (Martens & Grosse 2015, section 6.3).
 
     ``(B + √λ/π I) ⊗ (A + π √λ I)`` with ``π² = (tr A / dim A) / (tr B / dim B)`` damps both factors by one
-    multiple ``√(λ / (a b))`` of their mean eigenvalues ``a``, ``b``. A single factor is shifted by ``damping``.
+    multiple ``√(λ / (a b))`` of their mean eigenvalues ``a``, ``b``. A single factor is shifted by its damping.
+
+    Args:
+        factors: factor lists.
+        means: `mean_diagonals` of their factors.
+        dampings: one for each list, ``[]``.
 
     Returns:
-        One shift per factor, ``[]``, ``[G]``, or ``[G, 1]`` for blocks.
+        One shift for each factor of the first list, then of the second and so on: ``[]``, ``[G]``, or ``[G, 1]`` for
+        blocks.
     """
-    means = [mean_diagonal(factor) for factor in factors]
-    damping = damping.to(means[0]) if isinstance(damping, Tensor) else damping
-    if len(factors) == 1:
-        shifts = [torch.zeros_like(means[0]) + damping]
-    else:
-        b, a = means
-        tiny = torch.finfo(b.dtype).tiny
-        pi = (a + tiny).sqrt() / (b + tiny).sqrt()  # both without curvature: π = 1
-        shifts = [damping**0.5 / pi, damping**0.5 * pi]
-    axes = {3: (-1,), 4: (-1, 1)}
-    return [shift.reshape(axes.get(factor.ndim, ())) for factor, shift in zip(factors, shifts, strict=True)]
+    if not factors:
+        return []
+    like = means[0][0]
+    sizes = [max(mean.numel() for mean in each) for each in means]  # of groups
+    # of all lists at once; one of a single factor has π = 1
+    a, b = (torch.cat([each[i].to(like).expand(n) for each, n in zip(means, sizes, strict=True)]) for i in (-1, 0))
+    damping = torch.cat(
+        [
+            value.to(like).expand(n) if isinstance(value, Tensor) else like.new_full((n,), value)
+            for value, n in zip(dampings, sizes, strict=True)
+        ]
+    )
+    tiny = torch.finfo(like.dtype).tiny
+    pi, root = (a + tiny).sqrt() / (b + tiny).sqrt(), damping.sqrt()  # both without curvature: π = 1
+    shifts: list[Tensor] = []
+    for each, single, *pair in zip(factors, *(v.split(sizes) for v in (damping, root / pi, root * pi)), strict=True):
+        for factor, shift in zip(each, [single] if len(each) == 1 else pair, strict=True):
+            shifts.append(shift.view((-1, 1) if factor.ndim == 4 else (-1,) if factor.ndim == 3 else ()))
+    return shifts
 
 
 def damped_inverses(
@@ -211,12 +227,12 @@ def damped_inverses(
     for i, factor in enumerate(factors):
         if factor.ndim < 2:
             inverses[i] = _diagonal_inverse(factor, shifts[i])
-    alike = _alike(factors)
-    if not alike:
+    stacks = alike(factors, 2)
+    if not stacks:
         return inverses, 0
 
     accepted = []
-    for members in alike:
+    for members in stacks:
         batch = torch.stack([factors[i] for i in members])
         shift = torch.stack([shifts[i].expand(batch.shape[1:-2]) for i in members])
         batch.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
@@ -227,9 +243,11 @@ def damped_inverses(
             inverses[i] = result.clone(memory_format=torch.contiguous_format)
 
     device = accepted[0].device
-    verdicts = iter(torch.cat([ok.to(device) for ok in accepted]).tolist())
-    failures = 0
-    for members in alike:
+    results = torch.cat([ok.to(device) for ok in accepted]).tolist()
+    if all(results):
+        return inverses, 0
+    verdicts, failures = iter(results), 0
+    for members in stacks:
         for i in members:
             d = factors[i].shape[-1]
             matrices, targets = factors[i].reshape(-1, d, d), inverses[i].view(-1, d, d)
@@ -250,7 +268,7 @@ def largest_condition(factors: Sequence[Tensor], shifts: Sequence[Tensor], inver
         for factor, shift, inverse in zip(factors, shifts, inverses, strict=True)
         if factor.ndim < 2
     ]
-    for members in _alike(factors):
+    for members in alike(factors, 2):
         matrices, added, inverted = (torch.stack([each[i] for i in members]) for each in (factors, shifts, inverses))
         # the shift moves the diagonal, which is positive, and so the column sums
         sums = matrices.abs().sum(-2) + added.unsqueeze(-1)
@@ -268,7 +286,7 @@ def eigenbases(factors: Sequence[Tensor], names: Sequence[str] | None = None) ->
     names = [f"factor {i}" for i in range(len(factors))] if names is None else names
     bases = [torch.ones_like(factor) for factor in factors]
     values = [factor.clamp(min=0) for factor in factors]
-    for members in _alike(factors):
+    for members in alike(factors, 2):
         batch = torch.stack([factors[i] for i in members])
         try:
             spectra, vectors = eigh_of_blocks(batch)
@@ -287,7 +305,7 @@ def renewed_bases(factors: Sequence[Tensor], bases: Sequence[Tensor]) -> tuple[l
     the other, which takes twenty times as long.
     """
     bases, values = list(bases), [factor.clamp(min=0) for factor in factors]
-    for members in _alike(factors):
+    for members in alike(factors, 2):
         batch, rest = with_rest_apart(torch.stack([factors[i] for i in members]))
         scaled = batch / batch.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(batch.dtype).tiny)
         old = torch.stack([bases[i] for i in members])
@@ -300,13 +318,13 @@ def renewed_bases(factors: Sequence[Tensor], bases: Sequence[Tensor]) -> tuple[l
     return bases, values
 
 
-def _alike(factors: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of the factors that are matrices, those of equal shape, type and device together."""
-    alike: dict[tuple, list[int]] = defaultdict(list)
+def alike(factors: Sequence[Tensor], dims: int = 0) -> list[list[int]]:
+    """Indices of the factors that have so many axes, those of equal shape, type and device together."""
+    found: dict[tuple, list[int]] = defaultdict(list)
     for i, factor in enumerate(factors):
-        if factor.ndim > 1:
-            alike[(factor.shape, factor.dtype, factor.device)].append(i)
-    return list(alike.values())
+        if factor.ndim >= dims:
+            found[(factor.shape, factor.dtype, factor.device)].append(i)
+    return list(found.values())
 
 
 def kron_diagonal(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:

@@ -22,8 +22,8 @@ from curvopt.kroneckers import (
     kfac_mat_prod,
     kfacs_to_mat,
     largest_condition,
-    mean_diagonal,
-    pi_damping,
+    mean_diagonals,
+    pi_dampings,
 )
 
 
@@ -122,10 +122,19 @@ def test_inverse_refuses_a_wrong_number_of_shifts() -> None:
         inv_kfacs([psd(3), psd(4)], [0.1])
 
 
+def pi_damping(factors: list[Tensor], damping: float) -> list[Tensor]:
+    return pi_dampings([factors], [mean_diagonals(factors)], [damping])
+
+
 @pytest.mark.parametrize("name", ["weight", "embedding", "grouped"])
 def test_pi_damping_splits_the_damping_by_the_mean_eigenvalues(name: str) -> None:
     damping, (b, a) = 0.1, FACTORS[name]()
     shift_b, shift_a = pi_damping([b, a], damping)
+    together = pi_dampings(
+        [[b], [b, a], [b]], [mean_diagonals(each) for each in ([b], [b, a], [b])], [2.0, damping, 3.0]
+    )
+    for shift, expected in zip(together, (torch.full_like(shift_b, 2.0), shift_b, shift_a, 3.0), strict=True):
+        torch.testing.assert_close(shift, torch.as_tensor(expected).to(shift).expand_as(shift))
     torch.testing.assert_close(shift_b * shift_a, torch.full_like(shift_b * shift_a, damping))
 
     def mean_eigenvalue(factor: Tensor) -> Tensor:
@@ -145,7 +154,7 @@ def test_pi_damping_of_dead_factors_is_finite() -> None:
 def test_pi_damping_of_tiny_curvature_is_that_of_large_one() -> None:
     b, a = psd(3).float(), psd(4).float()
     for factors in ([b * 1e-24, a], [b, a * 1e-24], [b * 1e-12, a * 1e-12]):
-        ends = zip(pi_damping(factors, 1e-25), (mean_diagonal(factor) for factor in factors), strict=True)
+        ends = zip(pi_damping(factors, 1e-25), mean_diagonals(factors), strict=True)
         (relative_b, relative_a) = [shift / mean for shift, mean in ends]
         torch.testing.assert_close(relative_b, relative_a)
 

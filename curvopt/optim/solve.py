@@ -1,8 +1,8 @@
 """Solving with averaged curvature: by inverses of the factors, or in their eigenbasis."""
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from curvopt.core.products.base import widened
 from curvopt.kroneckers import (
+    alike,
     damped_inverses,
     eigenbases,
-    kron_mean_diagonal,
     largest_condition,
-    pi_damping,
+    mean_diagonals,
+    pi_dampings,
     renewed_bases,
 )
 from curvopt.optim.ranks import Alone
@@ -68,18 +69,20 @@ class Inverse(Solver):
         self, groups: Sequence[Mapping[str, Any]], states: States, names: Mapping[Tensor, str], ranks: Alone
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute all ``inverses``."""
-        means, curvature = mean_curvatures(names, states, ranks)
-        factors, shifts, stale, labels = [], [], [], []
+        diagonals = diagonals_of(names, states)
+        means, curvature = mean_curvatures(diagonals, ranks)
+        factors, stale, labels, lists, dampings = [], [], [], [], []
         for group in groups:
             covered = [param for param in group["params"] if param in means]
-            dampings = dampings_of(group, [means[param] for param in covered], curvature)
-            for param, damping in zip(covered, dampings, strict=True):
+            dampings += dampings_of(group, [means[param] for param in covered], curvature)
+            for param in covered:
                 kept = curvature_of(states[param])
                 new, former = kept.factors or [], kept.inverses or []
                 factors += new
-                shifts += pi_damping(new, damping)
+                lists.append(new)
                 stale += former if len(former) == len(new) and former[0].ndim else [None] * len(new)
                 labels += [f"{names[param]} factor {i}" for i in range(len(new))]
+        shifts = pi_dampings(lists, [diagonals[p] for group in groups for p in group["params"] if p in means], dampings)
         failures = 0
 
         def invert(chosen: list[int]) -> list[list[Tensor]]:
@@ -107,16 +110,28 @@ class Inverse(Solver):
         }
 
 
-def mean_curvatures(params: Iterable[Tensor], states: States, ranks: Alone) -> tuple[dict[Tensor, Tensor], Tensor]:
+def diagonals_of(params: Iterable[Tensor], states: States) -> dict[Tensor, list[Tensor]]:
+    """`mean_diagonals` of the factors of parameters that have curvature."""
+    found = {p: factors for p in params if (factors := curvature_of(states[p]).factors) is not None}
+    means = iter(mean_diagonals([factor for factors in found.values() for factor in factors]))
+    return {p: [next(means) for _ in factors] for p, factors in found.items()}
+
+
+def mean_curvatures(diagonals: Mapping[Tensor, Sequence[Tensor]], ranks: Alone) -> tuple[dict[Tensor, Tensor], Tensor]:
     """Means of the curvature's diagonal: by parameter that has factors, and over all their entries.
 
     The latter is also for parameters that have none. Without any curvature, it is that of the unit matrix.
+
+    Args:
+        diagonals: see `diagonals_of`.
+        ranks: that have them.
     """
-    params = list(params)  # in an order that checkpoints keep
-    found = {p: curvature_of(states[p]).factors for p in params}
-    means = {p: kron_mean_diagonal(factors) for p, factors in found.items() if factors is not None}
-    traces, numel = [mean * p.numel() for p, mean in means.items()], sum(p.numel() for p in means)
-    traces = traces or [torch.zeros((), dtype=torch.float64, device=params[0].device if params else "cpu")]
+    means = {p: prod(each[1:], start=each[0]) for p, each in diagonals.items()}
+    means = {p: mean.mean() if mean.ndim else mean for p, mean in means.items()}
+    sizes = [p.numel() for p in means]
+    traces = list(torch._foreach_mul(list(means.values()), sizes)) if means else []  # pyright: ignore[reportPrivateImportUsage]
+    traces = traces or [torch.zeros((), dtype=torch.float64)]
+    numel = sum(sizes)
     total = torch.stack([trace.to(traces[0]) for trace in traces]).sum()
     entries = ranks.over_owners(torch.tensor(float(numel), dtype=torch.float64)).to(total)
     return means, torch.where(entries > 0, ranks.over_owners(total) / entries.clamp(min=1), 1.0)
@@ -162,7 +177,7 @@ class Eigenbasis(Solver):
                 old, kept.bases = kept.bases, [new[i][0] if i in new else former[i] for i in numbers]
                 spectra = [new[i][1] if i in new else None for i in numbers]
                 self.change_basis(states[param], param.shape, old or [], spectra)
-        _, curvature = mean_curvatures(names, states, ranks)
+        _, curvature = mean_curvatures(diagonals_of(names, states), ranks)
         return curvature, {"new_bases": float(ranks.over_owners(torch.tensor(float(len(chosen)))))}
 
     @abstractmethod
@@ -183,25 +198,17 @@ def _chosen(indices: Sequence[int], *columns: Sequence[Any]) -> list[list[Any]]:
     return [[column[i] for i in indices] for column in columns]
 
 
-def _alike(factors: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of factors of one shape, dtype and device, together."""
-    found: dict[Any, list[int]] = defaultdict(list)
-    for i, factor in enumerate(factors):
-        found[factor.shape, factor.dtype, factor.device].append(i)
-    return list(found.values())
-
-
 def _bases(factors: list[Tensor], former: list[Tensor | None], labels: list[str]) -> tuple[list[Tensor], list[Tensor]]:
     """New bases of factors, and the diagonals of these in them."""
     known = [basis for basis in former if basis is not None]
     if len(known) == len(factors) and not all(factor.is_cpu for factor in factors):
         return renewed_bases(factors, known)
     separated, diagonals = list(factors), list(factors)
-    for chosen in _alike(factors):
+    for chosen in alike(factors):
         for i, matrix in zip(chosen, without_ties(torch.stack([factors[i] for i in chosen])), strict=True):
             separated[i] = matrix
     bases, _ = eigenbases(separated, labels)
-    for chosen in _alike(factors):
+    for chosen in alike(factors):
         stacked = diagonals_in(*map(torch.stack, _chosen(chosen, factors, bases)))
         for i, diagonal in zip(chosen, stacked, strict=True):
             diagonals[i] = diagonal.clone()  # a view would be saved with all of them
@@ -251,7 +258,7 @@ def off_diagonals(factors: Sequence[Tensor], bases: Sequence[Tensor | None]) -> 
     """``‖offdiag(UᵀFU)‖ / ‖F‖``: how far factors are from diagonal in bases, ``[]``; 1 where there is none."""
     found = [torch.full((), float(basis is None), device=f.device) for f, basis in zip(factors, bases, strict=True)]
     known = [i for i, basis in enumerate(bases) if basis is not None and basis.ndim > 1]
-    for members in _alike([factors[i] for i in known]):
+    for members in alike([factors[i] for i in known]):
         chosen = [known[i] for i in members]
         matrices, vectors = map(torch.stack, _chosen(chosen, factors, bases))
         rotated = vectors.mT @ matrices @ vectors
