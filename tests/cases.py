@@ -135,6 +135,25 @@ class Lambda(nn.Module):
         return self.function(x)
 
 
+class Sine(torch.autograd.Function):
+    """A function of somebody's own, which can be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+class Once(Sine):
+    """The same, which says that it cannot."""
+
+    backward = staticmethod(torch.autograd.function.once_differentiable(Sine.backward))
+
+
 class Net(nn.Module):
     """Modules, parameters and constants by their names, and a function of them and of the inputs.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Once
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.testing import assert_close
@@ -287,17 +288,6 @@ def test_newton_step_on_a_net():
 
 @pytest.mark.parametrize("product", [R_op, hessian_vector_product])
 def test_functions_that_are_differentiable_once_are_refused(product):
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[0].cos()
-
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(CurvoptError, match="once_differentiable"):  # autograd.grad takes it for zero
         product(Once.apply(2 * x).sum(), x, torch.ones(2))

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import Lambda
+from cases import Lambda, Once, Sine
 from optimizer_cases import checkpoint, digits, mlp
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -850,24 +850,6 @@ def test_state_of_another_model_is_refused() -> None:
     other = Small(lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)))
     other.optimizer.load_state_dict(small.optimizer.state_dict())
     refuses(other, other.closure, r"0\.weight: .*shape \[8, 6\].*\[9, 6\]")
-
-
-class Sine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0].cos()
-
-
-class Once(Sine):
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0].cos()
 
 
 class Hidden(Sine):
