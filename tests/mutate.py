@@ -377,7 +377,7 @@ def main() -> None:
     import_what_the_package_imports()
     for cases in CASES:
         kept = ROOT / ".mutate" / state[:16] / str(cases)
-        reached = reaching(left, of_tests, kept, cases)
+        reached = reaching(left, of_tests if left else [], kept, cases)
         found: dict[str, str | int] = json.loads(file.read_text()) if (file := kept / "judged").exists() else {}
         with tempfile.TemporaryDirectory() as folder:
             copy = Copy(Path(folder))
@@ -393,7 +393,8 @@ def main() -> None:
                 else:
                     tried[number] = tests[:by]
                     print(f"{number + 1:3} not noticed by {by} of {len(tests)} tests  {mutation}", flush=True)
-    print(*(f"SURVIVES {mutation}" for mutation in left.values()), sep="\n")
+    for mutation in left.values():
+        print(f"SURVIVES {mutation}")
     print(f"{len(drawn) - len(left)} of {len(drawn)} were noticed, --seed {options.seed}")
 
 
