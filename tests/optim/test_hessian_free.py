@@ -799,6 +799,17 @@ def test_any_objective_that_is_differentiable_twice_falls(loss: Callable) -> Non
     assert values[-1] < values[0] - 0.1 and values == sorted(values, reverse=True)
 
 
+def test_damping_rises_where_the_first_direction_is_curved_downwards() -> None:
+    """The objective falls along the gradient, though no step of CG does: distances of a triplet are no convex loss."""
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    anchor, other = torch.randn(2, 64, 4).double()
+    near, optimizer = anchor + 0.3 * torch.randn(64, 4).double(), HessianFree(model)
+    closure = lambda: F.triplet_margin_loss(model(anchor), model(near), model(other))  # noqa: E731
+    first = float(optimizer.step(closure))
+    assert optimizer.metrics()["cg_reason"] == "curvature" and optimizer.metrics()["step_norm"] == 0
+    assert [float(optimizer.step(closure)) for _ in range(12)][-1] < first - 0.1
+
+
 def test_products_of_an_unknown_objective_are_those_of_the_hessian() -> None:
     w = nn.Parameter(torch.randn(3, dtype=torch.float64))
     model = QuadraticModel(Differentiated([w.sinh().prod()], [torch.tensor(2.0).double()], [w]), [w], [0.5])

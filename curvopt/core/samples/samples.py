@@ -6,7 +6,7 @@
     heads        the outputs of model calls that the loss reaches, and past these the first tensors that operations with
                  parameters compute: slopes, what a model computes its loss from, functional code, what users mark
     [N, ...]     row n of a head is sample n
-    [k N, ...]   rows n k to n k + k - 1 are sample n, if a layer has a row for each sample
+    [k N, ...]   rows n k to n k + k - 1 are sample n, or n, n + N, ... as of torch.cat, as layers with N rows show
     [T, N, ...]  the samples are along axis 1, if they share all parameters then
     [R, ...]     rows that are computed from tensors whose samples are known have the samples of these
     [M, ...]     M < N rows on which all heads agree, as of graphs or molecules, are the samples
@@ -279,10 +279,9 @@ class _Batch:
         shape, n = shape_of(*edge), len(samples)
         fit = [i for i in dict.fromkeys((self.axis, 0)) if shape[i : i + 1] == (n,)]
         found = [Layout(prod(shape[:i]), n, prod(shape[i + 1 :])) for i in fit]
-        if (
-            shape[0] > n and shape[0] % n == 0 and not (fit and len(shape) > 2)
-        ):  # of a flattened [T, N], row t N + n is of sample n
-            found.append(Layout(shape[0] // n, n, prod(shape[1:])) if self.axis else Layout(1, n, prod(shape) // n))
+        if shape[0] > n and shape[0] % n == 0 and not (fit and len(shape) > 2):
+            blocks, turns = Layout(1, n, prod(shape) // n), Layout(shape[0] // n, n, prod(shape[1:]))
+            found += [turns] if self.axis else [blocks, turns]
         if not self.axis and shape[1:2] == (n,) and (shape[0] != n or len(shape) > 2):
             found.append(Layout(shape[0], n, prod(shape[2:])))
         if not fit and located is None:
@@ -298,7 +297,8 @@ class _Batch:
         """Whether the operations behind a tensor show that it has a layout.
 
         They do if tensors whose samples are known have the same ones then. Where there are none behind it: if all
-        samples share all parameters, or, where a sample has several rows, if a layer has a row for each sample.
+        samples share all parameters, or, where a sample has several rows, if layers with N rows have one for each
+        sample, in order.
         """
         n = layout.rows
         axes = propagate_batch_axis({edge: layout}, n, located, complete=False)
@@ -308,6 +308,7 @@ class _Batch:
         axis = axis_of(shape_of(*edge), layout)
         if axis is not None and axis.before == axis.after == 1:
             return layouts_of_parameters(axes) == {None}
+        proven = False
         for call in self.graph.module_calls.values():
             for index, (node, nr, *_) in call.edges.items():
                 found, shape = axes.layouts.get((node, nr)), shape_of(node, nr)
@@ -316,8 +317,10 @@ class _Batch:
                     # with samples along axis 1 any layer says so, unless its output is [N, N, ...]
                     at = self.axis if self.axis and shape[0] != n else expected
                     if axis_of(shape, found) == Axis(at, 1, 1) and shape[at] == n:
-                        return True
-        return False
+                        if any(label not in (row, UNUSED) for row, label in enumerate(found.labels or ())):
+                            return False  # rows of several calls in turns are no blocks
+                        proven = True
+        return proven
 
 
 def _located(heads: Heads, N: int) -> Heads:
@@ -358,8 +361,9 @@ def _no_rows(edge: Edge, N: int, is_marked: bool) -> CurvoptError:
 
 def _other_length(call: ModelCall, shape: torch.Size, n: int, axis: int) -> CurvoptError:
     return CurvoptError(
-        f"{call.name} was called with {n} samples along axis {axis}, but gives an output of shape {list(shape)}, and "
-        "no operation behind it shows which rows belong to a sample; if the samples are along another axis, say "
-        "extend(model, batch_axis=1), if rows are no samples batch_axis=None, else return one row for each sample. A "
+        f"{call.name} was called with {n} samples along axis {axis} of its first tensor, but gives an output of shape "
+        f"{list(shape)}, and no operation behind it shows which rows belong to a sample; if another tensor has the "
+        "samples, pass it first, if they are along another axis, say extend(model, batch_axis=1), if rows are no "
+        "samples batch_axis=None, else return one row for each sample. A "
         "single sample without a batch axis needs unsqueeze(0)."
     )

@@ -230,7 +230,9 @@ class HessianFree(torch.optim.Optimizer):
         ratio = (value - objective.start) / predicted if predicted != 0 else nan if rate > 0 else -inf
         eps = max(torch.finfo(widened(p).dtype).eps for p in params)
         of_start, length = (dot(each, each) ** 0.5 for each in (objective.theta, scaled(x)))
-        if abs(slope) <= objective.resolution or length <= eps * of_start:
+        if not found.iterations and found.reason == "curvature":
+            ratio = -inf  # the first direction has negative curvature, so that the step is zero
+        elif abs(slope) <= objective.resolution or length <= eps * of_start:
             ratio = nan  # the change is rounding, which says nothing about the damping
         for p, d, direction in zip(params, delta, found.x, strict=True):
             p.add_(d)
@@ -285,10 +287,11 @@ class HessianFree(torch.optim.Optimizer):
         """Numbers of the last step.
 
         ``loss_before`` and ``loss_after``: the objective, weight decay included and negative if maximised.
-        ``reduction_ratio``: its change over the predicted one; ``-inf`` if no decrease was found, nan (and the damping
-        stays) where the objective or the parameters are rounded to more than the direction changes. ``cg_iterations``
-        and ``cg_reason``, see `curvopt.hessianfree.Solution`. ``evaluations``: calls of the closure. ``rate``: the line
-        search's, 0 if no decrease was found. ``step_norm``. ``damping``: of the first group, in this step.
+        ``reduction_ratio``: its change over the predicted one; ``-inf`` if no decrease was found, or the first
+        direction of CG has no positive curvature, nan (and the damping stays) where the objective or the parameters are
+        rounded to more than the direction changes. ``cg_iterations`` and ``cg_reason``, see
+        `curvopt.hessianfree.Solution`. ``evaluations``: calls of the closure. ``rate``: the line search's, 0 if no
+        decrease was found. ``step_norm``. ``damping``: of the first group, in this step.
         ``is_hessian``: 1 where the Hessian took the place of the Gauss-Newton matrix.
         """
         return dict(self._metrics)

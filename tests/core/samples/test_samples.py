@@ -332,6 +332,21 @@ def second_axis_of_as_many_as_samples(flat: bool) -> Program:
     return Program(m, loss, 4)
 
 
+@program(two=(2, True), three=(3, True), of_one_layer=(2, False))
+def views_one_after_the_other(views: int, twice: bool) -> Program:
+    """`torch.cat` of several rows for each sample, of calls of a net or behind one layer."""
+
+    def forward(m: Net, *x: Tensor) -> Tensor:
+        if twice:
+            return torch.cat([m.last(m.first(each).tanh()) for each in x])
+        h = m.first(x[0])
+        return m.last(torch.cat([h, h.tanh()]))
+
+    m = extend(Net(forward, first=nn.Linear(4, 3), last=nn.Linear(3, 3)))
+    x, y = torch.randn(views, 2, 4), torch.randint(3, (views, 2))
+    return Program(m, lambda rows: classes(m(*x[:, rows]), y[:, rows].flatten()), 2)
+
+
 @program(shorter=(3,), longer=(8,))
 def output_with_the_time_first(T: int) -> Program:
     swapped = lambda *axes: Net(lambda _, x: x.transpose(*axes))  # noqa: E731
