@@ -277,11 +277,7 @@ class Job:
 
 # ------------------------------------------------------------------------------------------------------------- all runs
 
-if TYPE_CHECKING:
-    TaskName = MethodName = str
-else:
-    TaskName = Literal[tuple(TASKS)]
-    MethodName = Literal[tuple(METHODS)]
+TaskName = str if TYPE_CHECKING else Literal[tuple(TASKS)]
 
 
 @dataclass(frozen=True)
@@ -290,8 +286,6 @@ class Settings:
 
     task: tuple[TaskName, ...] = tuple(TASKS)
     """Tasks, from cheap to dear; vit needs --images."""
-    method: tuple[MethodName, ...] = tuple(METHODS)
-    """Optimizers; AdamW is always among them, and some run on three tasks alone."""
     plan: bool = False
     """Say how long the runs take that are missing, by 20 steps of each optimizer on each task, and end."""
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
@@ -333,11 +327,7 @@ class Bench:
 
     def methods(self, task: str) -> dict[str, Method]:
         """The optimizers that run on a task."""
-        return {
-            name: method
-            for name, method in METHODS.items()
-            if task in method.tasks and (name == "AdamW" or name in self.settings.method)
-        }
+        return {name: method for name, method in METHODS.items() if task in method.tasks}
 
     def number(self, task: str) -> int:
         """How many runs a task has, at most."""
@@ -436,9 +426,9 @@ def main(arguments: list[str] | None = None) -> None:
             path, found = settings.out / "optimizers.json", bench.results(name)
             before = load(path)
             tasks = before["tasks"] if before.get("commit") == commit else {}
-            order = [task for task in TASKS if task in tasks or task == name]
-            together = {task: found if task == name else tasks[task] for task in order}
-            save(path, {"commit": commit, "machine": machine(), "tasks": together})
+            together = tasks | {name: found}
+            ordered = {task: together[task] for task in TASKS if task in together}
+            save(path, {"commit": commit, "machine": machine(), "tasks": ordered})
     print(f"\n{write(path, settings.page, len(TASKS))}")
 
 
