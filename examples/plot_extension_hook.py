@@ -28,7 +28,7 @@ model, lossfunc = extend(nn.Sequential(*layers[:-1])), nn.CrossEntropyLoss()
 
 
 class Meter:
-    """Condenses individual gradients to their median norm, and notes how much memory fields take."""
+    """Condenses individual gradients to their median norm, and notes how much memory they take."""
 
     def __init__(self, delete: bool):
         self.delete, self.megabytes, self.norms = delete, [], {}

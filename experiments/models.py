@@ -46,7 +46,7 @@ def c3d3(classes: int = 10) -> nn.Sequential:
 def all_cnn_c(classes: int = 100) -> nn.Sequential:
     """All-CNN-C (Springenberg et al. 2015): nine convolutions, no pooling but the last, for 32x32 images.
 
-    Weights and biases begin as in DeepOBS: the smaller ones of PyTorch keep it at the loss of a guess for 200 steps.
+    Weights and biases begin as in DeepOBS, larger than those of PyTorch, whose outputs hardly depend on the image.
     """
     layers: list[nn.Module] = [nn.Dropout(0.2)]
     for i, (channels_in, channels_out, size, stride, padding) in enumerate(
