@@ -35,6 +35,7 @@ Where ``fully_shard`` divides the parameters, each has one owner, see `curvopt.o
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from math import prod
 from typing import Any, Literal
 from zlib import crc32
@@ -233,6 +234,42 @@ def divide(costs: Sequence[int], ranks: int, loads: list[int] | None = None) -> 
         shares[rank].append(i)
         loads[rank] += costs[i]
     return shares
+
+
+def divide_rows(
+    costs: Sequence[int], rows: Sequence[tuple[int, int]], ranks: int, loads: list[int]
+) -> list[dict[int, tuple[int, int]]]:
+    """Owners of parameters: one rank for each, or several that own blocks of rows where one would have too much.
+
+    A parameter that costs more than the mean load of a rank is divided among the ranks with the least so far.
+
+    Args:
+        costs: of the parameters.
+        rows: how many each has, and the rows of a block.
+        ranks: number of ranks.
+        loads: costs of each rank so far, which are added to.
+
+    Returns:
+        For each parameter, the first row and the one behind the last by rank.
+    """
+    mean = (sum(costs) + sum(loads)) / ranks
+    divided = {i for i, (total, block) in enumerate(rows) if costs[i] > mean and total > block}
+    owners: list[dict[int, tuple[int, int]]] = [{} for _ in costs]
+    for rank, share in enumerate(divide([0 if i in divided else cost for i, cost in enumerate(costs)], ranks, loads)):
+        for i in share:
+            owners[i][rank] = (0, rows[i][0])
+    for i in sorted(divided, key=lambda i: -costs[i]):
+        total, block = rows[i]
+        level = min((load + costs[i]) / k for k, load in enumerate(accumulate(sorted(loads)), 1))
+        filled = start = 0
+        for rank, load in enumerate(loads):
+            filled += max(0, level - load)  # as water fills a valley
+            stop = min(total, block * round(filled / costs[i] * -(-total // block)))
+            if stop > start:
+                owners[i][rank] = (start, stop)
+                loads[rank] += costs[i] * (stop - start) // total
+                start = stop
+    return owners
 
 
 def is_sharded(parameter: Tensor) -> bool:

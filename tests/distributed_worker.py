@@ -471,14 +471,14 @@ def extended_or_attached_before() -> None:
         assert_same_steps(run, alone(EXACT["KFACSGD"]), 5)
 
 
+def columns(size: int, p: nn.Parameter) -> Shard:
+    return Shard(1 if p.ndim > 1 and p.shape[1] % size == 0 else 0)
+
+
 @check("shards")
 def options_of_fully_shard() -> None:
-    size = dist.get_world_size()
-
-    def columns(p: nn.Parameter) -> Shard:
-        return Shard(1 if p.ndim > 1 and p.shape[1] % size == 0 else 0)
-
-    for options in ({"reshard_after_forward": False}, {"reshard_after_forward": True, "shard_placement_fn": columns}):
+    placed = partial(columns, dist.get_world_size())
+    for options in ({"reshard_after_forward": False}, {"reshard_after_forward": True, "shard_placement_fn": placed}):
         run = Run("shards", EXACT["KFACSGD"], by_layers=True, **options)
         assert_same_steps(run, alone(EXACT["KFACSGD"]), 4)
         with torch.no_grad():
@@ -827,6 +827,19 @@ def communication_dtypes(kind: str) -> None:
 
 
 @check("copies", "shards")
+def transfers_of_a_step(kind: str) -> None:
+    """Between refreshes, copies send nothing; of shards, gradients and changes go through the wire once."""
+    run = Run(kind, lambda p: KFACSGD(p, lr=0.1, fisher="exact")).train(own, range(3))
+    run.backward(lambda: run.loss(*own(3)))
+    with bytes_sent() as sizes:
+        run.optimizer.step()
+    everywhere = torch.tensor(sum(size for size in sizes if size > 100))
+    dist.all_reduce(everywhere)
+    once = sum(p.numel() * p.element_size() for p in run.model.parameters())
+    assert (len(sizes), int(everywhere)) == ((0, 0) if kind == "copies" else (5, 2 * once)), sizes
+
+
+@check("copies", "shards")
 def sampled_steps(kind: str) -> None:
     for make in SAMPLED.values():
         run = Run(kind, make, by_layers=True)
@@ -878,6 +891,80 @@ def the_ladder_counts_on_all_ranks() -> None:
         for old, new in zip(inverses, run.optimizer.state[p]["curvature"].inverses, strict=True):
             assert torch.equal(old, new) == (p.ndim == 1)
             assert torch.equal(of_first_rank(new), new)
+
+
+def language() -> Any:
+    """An embedding and a head, each more than a rank's share."""
+    torch.manual_seed(0)
+    parts = {"words": nn.Embedding(200, 20), "mixed": nn.Linear(20, 20), "head": nn.Linear(20, 400, bias=False)}
+    return Net(lambda net, x: net.head(torch.tanh(net.mixed(net.words(x).mean(1)))), **parts).double()
+
+
+def words(step: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randint(200, (60, 3), generator=generator)
+    return x, (x.sum(1) * 3) % 400
+
+
+@check("shards")
+def rows_of_large_matrices_have_several_owners() -> None:
+    """Steps are those of one process, and of a checkpoint's, where dampings and bounds are those of all rows."""
+    few, size = EVERY | {"max_factor_size": 16}, dist.get_world_size()
+    options: dict[str, dict[str, Any]] = {"KFACAdamW": {"shard_placement_fn": partial(columns, size)}}
+    if size == 4:
+        options["EKFACSGD"] = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+    for name, make in {
+        "KFACSGD": lambda p: KFACSGD(p, lr=0.1, fisher="exact", **few),
+        "EKFACSGD": lambda p: EKFACSGD(p, lr=0.1, fisher="empirical", **few),
+        "KFACAdamW": lambda p: KFACAdamW(p, lr=0.01, fisher="exact", wide=5, **few),
+        "DiagonalNewton": EXACT["DiagonalNewton"],
+    }.items():
+        run, one = Run("shards", make, language, name != "KFACSGD", **options.get(name, {})), alone(make, language)
+        run.optimizer.communication_dtype = torch.float64 if name == "EKFACSGD" else None  # halves of matrices
+        data = lambda step: part(words(step))  # noqa: E731
+        for step in range(7):
+            assert_close(run.train(data, range(step, step + 1)), one.train(words, range(step, step + 1)))
+        for key, value in one.optimizer.metrics().items():
+            if key not in ("condition", "new_bases"):  # of parts
+                assert abs(float(run.optimizer.metrics()[key]) - float(value)) < 1e-6, (name, key)
+        shards = run.optimizer._ranks()
+        assert len(shards.divided) >= size // 2, name
+        folder = folder_of_all()
+        dcp.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}, checkpoint_id=folder)
+        again = Run("shards", make, language)
+        if name == "KFACAdamW":
+            parameters, state = get_state_dict(run.model, run.optimizer)
+            set_state_dict(again.model, again.optimizer, model_state_dict=parameters, optim_state_dict=state)
+        else:
+            load_from(folder, again)
+        again.train(data, range(7, 9))
+        alone_again = load_from(folder, alone(make, language), no_dist=True).train(words, range(7, 9))
+        assert_close(again, one.train(words, range(7, 9)))
+        assert_close(alone_again, one)
+        several, folder = Run("shards", make, language), folder_of_all()
+        for p, q in zip(several.model.parameters(), one.module.parameters(), strict=True):
+            p.detach().copy_(distribute_tensor(q.detach(), p.device_mesh, p.placements))
+        state = copy.deepcopy(one.optimizer.state_dict())
+        if name in ("KFACSGD", "KFACAdamW"):
+            dcp.save({"optimizer": state}, checkpoint_id=f"{folder}/{dist.get_rank()}", no_dist=True)
+            state = state_to_load(several.optimizer, f"{folder}/{dist.get_rank()}")
+            dcp.load({"optimizer": state}, checkpoint_id=f"{folder}/{dist.get_rank()}", no_dist=True)
+        several.optimizer.load_state_dict(state)
+        assert_close(several.train(data, range(9, 11)), one.train(words, range(9, 11)))
+        poisoned = 0
+        for step in range(11, 15):  # what is rejected of some rows, is of all
+            for each, of in ((several, data), (one, words)):
+                each.backward(lambda each=each, of=of, step=step: each.loss(*of(step)))
+                for curvature in [*each.optimizer._curvature.collected.curvature.values()][-1:]:
+                    curvature.sums[0].view(-1)[0], poisoned = torch.nan, poisoned + 1
+                each.optimizer.step()
+            assert_close(several, one)
+        assert poisoned >= 2
+        with raises("one of several ranks"):
+            alone(make, language).optimizer.load_state_dict(run.optimizer.state_dict())
+    for kind in (KFACSGD, EKFACSGD):  # of which the first refresh has factors of two kinds
+        run = Run("shards", partial(kind, **few), language).train(data, range(3))
+        assert not set(run.optimizer.coverage().values()) - {"kronecker", "dense"}
 
 
 @check("shards")

@@ -1,6 +1,6 @@
 """Curvature between backward and step: of one backward, summed over several, averaged over steps."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,18 +28,25 @@ LARGEST_JUMP = 10.0
 Move = tuple[Tensor, Tensor, float]
 
 
-def update_averages(moves: Sequence[Move]) -> None:
+def update_averages(
+    moves: Sequence[Move], whole: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda traces: traces
+) -> None:
     """Means of values that count less with age, in place, all at once.
 
     A value of age a (in steps) has the weight ``ema^a`` in its mean, as in Adam's moments with bias correction (Kingma
     & Ba 2015, section 3), however many steps are between values: the part of a new one is one over the sum of the
     weights. A value whose trace is more than `LARGEST_JUMP` times that of the average is scaled down to that, so that
     one bad batch spoils it no more than gradients that are clipped.
+
+    Args:
+        moves: the means and their values.
+        whole: of a matrix of the traces of both, that of the traces of whole parameters.
     """
+    traces = [_trace(tensor) for pair in moves for tensor in pair[:2]]
+    pairs = whole([torch.stack([trace.to(traces[0]) for trace in traces]).view(-1, 2)] if moves else [])
     if not moves:
         return
-    traces = [_trace(tensor) for pair in moves for tensor in pair[:2]]
-    average, value = torch.stack([trace.to(traces[0]) for trace in traces]).view(-1, 2).unbind(1)
+    average, value = pairs[0].unbind(1)
     most = LARGEST_JUMP * average
     factors = torch.where((most > 0) & (value > most), most / value, 1.0)
     reads = factors.is_cpu  # of another device, a step that reads them would wait

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from curvopt.core.backward.checks import may_be_one_sample
 from curvopt.core.backward.intercept import is_listening
 from curvopt.core.extend import extend_on_demand
 from curvopt.core.losses.roots import MonteCarlo, NotCurved
-from curvopt.core.products.base import widened
+from curvopt.core.products.base import DENSE_BLOCK_LIMIT, widened
 from curvopt.core.record import extended_model, owned_parameters
 from curvopt.distributed import is_sharded, refuse_sharded
 from curvopt.errors import CurvoptError
@@ -89,9 +90,22 @@ class Quantity(ABC):
         """
 
     def settle(
-        self, accepted: dict[Tensor, list[Tensor]], collected: Collected, run: Run
+        self,
+        accepted: dict[Tensor, list[Tensor]],
+        known: Set[Tensor],
+        collected: Collected,
+        run: Run,
+        ranks: Alone,
     ) -> dict[Tensor, list[Tensor]]:
-        """Choose between factors of several kinds, where there are."""
+        """Choose between factors of several kinds, where there are, before they are averaged.
+
+        Args:
+            accepted: means over the loss.
+            known: parameters that have an average.
+            collected: what they are of.
+            run: of the optimizer.
+            ranks: that take the step.
+        """
         return accepted
 
     def average(self, param: Tensor, kept: ParameterCurvature, new: list[Tensor], decay: float) -> list[Move]:
@@ -103,8 +117,12 @@ class Quantity(ABC):
         return [(old, value, 1 / weight) for old, value in zip(kept.factors, new, strict=True)]
 
     def cost(self, param: Tensor, inverse_every: int) -> int:
-        """Of the step of a parameter, for the choice of its owner."""
+        """Of the step and the state of a parameter, for the choice of its owner."""
         return param.numel() + 1
+
+    def rows_together(self, param: Tensor) -> int:
+        """The least number of rows that a rank may own; all, but in matrices and vectors that are not small."""
+        return 1 if param.ndim < 3 and param.numel() > DENSE_BLOCK_LIMIT else param.shape[0]
 
 
 class Listening:
@@ -409,17 +427,19 @@ class Curvature:
     # --- average ------------------------------------------------------------------------------------------------
 
     def average(
-        self, accepted: dict[Tensor, list[Tensor]], collected: Collected, forget: Callable[[Tensor], None]
+        self, ranks: Alone, accepted: dict[Tensor, list[Tensor]], collected: Collected, forget: Callable[[Tensor], None]
     ) -> None:
         """Move new factors into the averages.
 
         Args:
+            ranks: that take the step.
             accepted: means over the loss.
             collected: what they are of.
             forget: drops the curvature of a parameter.
         """
-        accepted, states = self.quantity.settle(accepted, collected, self.run), self.optimizer.state
+        states = self.optimizer.state
         known = {p: factors for p in accepted if (factors := curvature_of(states[p]).factors) is not None}
+        accepted = self.quantity.settle(accepted, known.keys(), collected, self.run, ranks)
         changed = [p for p, factors in known.items() if not are_alike(factors, accepted[p][: len(factors)])]
         for param in changed:
             forget(param)
@@ -432,13 +452,14 @@ class Curvature:
                 "kinds, or its layer has changed (pruned, say). Its average begins anew with each change; of several "
                 "backwards of a step the first counts.",
             )
-        moves: list[Move] = []
+        moves, moved = list[Move](), list[Tensor]()
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p in accepted:
                     decay = group["ema"] ** collected.ages[p]
                     moves += self.quantity.average(p, curvature_of(states[p]), accepted[p], decay)
-        update_averages(moves)
+                    moved += [p] * (len(moves) - len(moved))
+        update_averages(moves, partial(ranks.over_pieces, moved))
 
 
 def annealed_interval(step: int, every: int, growth: int) -> int:

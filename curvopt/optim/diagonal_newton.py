@@ -1,17 +1,19 @@
 """SGD on gradients divided by a curvature diagonal (Becker & LeCun 1989)."""
 
+from collections.abc import Set
 from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from curvopt.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
-from curvopt.optim.accumulation import Move, pop_field
+from curvopt.optim.accumulation import Collected, pop_field
 from curvopt.optim.curvature import Curvature, Quantity, Taken
 from curvopt.optim.empirical import GradientDiagonal, RowDiagonal
 from curvopt.optim.options import Attached
+from curvopt.optim.ranks import Alone
 from curvopt.optim.solve import Inverse
-from curvopt.optim.state import ParameterCurvature, Run
+from curvopt.optim.state import Run
 from curvopt.optim.step import CurvatureOptimizer
 
 Kind = Literal["diag_ggn_mc", "diag_ggn_exact", "diag_h"]
@@ -52,13 +54,21 @@ class CurvatureDiagonal(Quantity):
         diagonal = pop_field(param, "gradient_diagonal" if run.empirical else self.kind)
         return None if diagonal is None else ([diagonal.reshape(-1)], None)
 
-    def average(self, param: Tensor, kept: ParameterCurvature, new: list[Tensor], decay: float) -> list[Move]:
+    def settle(
+        self,
+        accepted: dict[Tensor, list[Tensor]],
+        known: Set[Tensor],
+        collected: Collected,
+        run: Run,
+        ranks: Alone,
+    ) -> dict[Tensor, list[Tensor]]:
         """After the sum over backwards, whose parts of the batch may have other signs."""
-        (diagonal,) = new
-        diagonal = diagonal.abs() if self.modify == "abs" else diagonal.clamp(min=0)
-        if kept.factors is None:  # of one batch: small entries say little
-            diagonal = torch.maximum(diagonal, diagonal.mean())
-        return super().average(param, kept, [diagonal], decay)
+        of = {p: d.abs() if self.modify == "abs" else d.clamp(min=0) for p, (d,) in accepted.items()}
+        # of one batch: small entries say little
+        first = [p for p in of if p not in known]
+        means = ranks.over_pieces(first, [of[p].mean() for p in first], [p.numel() for p in first])
+        of |= {p: torch.maximum(of[p], mean) for p, mean in zip(first, means, strict=True)}
+        return {p: [diagonal] for p, diagonal in of.items()}
 
 
 class DiagonalNewton(CurvatureOptimizer, torch.optim.SGD):

@@ -4,7 +4,7 @@
 2018), and `KFACPreconditioner` solves for any optimizer of torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal, Unpack
 
 import torch
@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from curvopt.core.losses.roots import Empirical
 from curvopt.core.products.base import Approx
+from curvopt.core.products.costs import even_share
 from curvopt.errors import CurvoptError
 from curvopt.extensions import KFAC, KFLR, KFACEmpirical
 from curvopt.kroneckers import kfac_mat_prod, kron_diagonal, sizes_of
@@ -20,6 +21,7 @@ from curvopt.optim.accumulation import Collected, Move, number, pop_field
 from curvopt.optim.curvature import Curvature, Quantity, Taken
 from curvopt.optim.empirical import GradientFactors, GradientScales, Scales
 from curvopt.optim.options import Attached
+from curvopt.optim.ranks import Alone
 from curvopt.optim.solve import Eigenbasis, Inverse, Solver, States, basis_changes, squared
 from curvopt.optim.stacks import Stack
 from curvopt.optim.state import ParameterCurvature, Run, curvature_of
@@ -27,6 +29,8 @@ from curvopt.optim.step import CurvatureOptimizer, Overflow
 from curvopt.optim.step_size import dampings_of, sums_of
 
 Fisher = Literal["mc", "exact", "empirical"]
+#: A number that is kept costs as much as so many multiplications.
+KEPT = 128
 _FIELDS = {"mc": "kfac", "exact": "kflr", "empirical": "kfac_empirical"}
 
 
@@ -103,7 +107,12 @@ class Kronecker(Quantity):
         return list(factors), of_input
 
     def settle(
-        self, accepted: dict[Tensor, list[Tensor]], collected: Collected, run: Run
+        self,
+        accepted: dict[Tensor, list[Tensor]],
+        known: Set[Tensor],
+        collected: Collected,
+        run: Run,
+        ranks: Alone,
     ) -> dict[Tensor, list[Tensor]]:
         """Choose the kind of factors by the number of variables of a prediction.
 
@@ -121,10 +130,16 @@ class Kronecker(Quantity):
         return settled
 
     def cost(self, param: Tensor, inverse_every: int) -> int:
-        """Products with inverses in each step, and the inverses themselves now and then."""
+        """Products with inverses in each step, the inverses themselves now and then, and the numbers that are kept."""
         sizes = (param.numel(),) if param.ndim < 2 else (param.shape[0], param.numel() // max(1, param.shape[0]))
         blocks = [(d, d if self.max_factor_size is None else min(d, self.max_factor_size)) for d in sizes]
-        return sum(b * (param.numel() + d * b // inverse_every) for d, b in blocks) + 1
+        kept = param.numel() + sum(d * b for d, b in blocks)
+        return sum(b * (param.numel() + d * b // inverse_every) for d, b in blocks) + KEPT * kept + 1
+
+    def rows_together(self, param: Tensor) -> int:
+        """The rows of a block."""
+        rows = max(1, param.shape[0])
+        return max(super().rows_together(param), even_share(rows, self.max_factor_size or rows))
 
 
 def _of_output(of_input: int | None) -> int:
@@ -314,8 +329,21 @@ class ScaledEigenbasis(Eigenbasis):
             kept.scales = kron_diagonal([spectrum for spectrum in spectra if spectrum is not None], sizes)
             kept.scales_weight = number(float(kept.ema_weight))
 
+    def means(self, params: Sequence[Tensor], states: States, ranks: Alone) -> Mapping[Tensor, Tensor]:
+        """The means of the scales."""
+        of = {p: scales for p in params if (scales := curvature_of(states[p]).scales) is not None}
+        numels = [float(max(p.numel(), 1)) for p in of]
+        means = torch._foreach_div(sums_of([*of.values()]), numels) if of else []  # pyright: ignore[reportPrivateImportUsage]
+        return dict(zip(of, ranks.over_pieces(of, means, numels), strict=True))
+
     def solve(
-        self, stack: Stack, grad: Tensor, group: Mapping[str, Any], states: States, mean_curvature: Tensor
+        self,
+        stack: Stack,
+        grad: Tensor,
+        group: Mapping[str, Any],
+        states: States,
+        mean_curvature: Tensor,
+        means: Mapping[Tensor, Tensor],
     ) -> Tensor:
         """To the eigenbasis, divided there, and back."""
         mean, info = mean_curvature.to(grad), torch.finfo(grad.dtype)
@@ -323,9 +351,8 @@ class ScaledEigenbasis(Eigenbasis):
         of = {p: mean.expand(p.numel()) if not k.bases or k.scales is None else k.scales for p, k in kept.items()}
         if group["relative_damping" if group["damping"] is None else "damping"] > 0:
             scales = stack.join("scales", of)
-            pieces = scales.split(stack.numels)
-            means = torch._foreach_div(sums_of(pieces), [float(max(n, 1)) for n in stack.numels])  # pyright: ignore[reportPrivateImportUsage]
-            torch._foreach_add_(pieces, dampings_of(group, means, mean))  # pyright: ignore[reportPrivateImportUsage]
+            dampings = dampings_of(group, [means.get(p, mean) for p in stack.params], mean)
+            torch._foreach_add_(scales.split(stack.numels), dampings)  # pyright: ignore[reportPrivateImportUsage]
             scales.clamp_(min=info.tiny)
         else:  # directions without curvature are left out
             of = {p: each.masked_fill(each <= info.eps * each.max(), torch.inf) for p, each in of.items()}

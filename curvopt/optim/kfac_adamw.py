@@ -185,41 +185,53 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
 
     def _precondition(self, ranks: Alone, grads: dict[Tensor, Tensor], joined: Joined) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""
-        self._rotated = [(stack, stack.product("rotated", flat, transposed=True)) for _, stack, flat, _ in joined]
-        for i, (stack, flat) in zip((i for i, *_ in joined), self._rotated, strict=True):
-            self._bound(stack, flat, self.param_groups[i]["betas"][1])
         self._maximized = [bool(self.param_groups[i]["maximize"]) for i, *_ in joined]
-        return by_parameter(self._rotated, grads)
+        rotated = [(stack, stack.product("rotated", flat, transposed=True)) for _, stack, flat, _ in joined]
+        norms = [
+            self._norms(*pair, self.param_groups[i]["betas"][1]) for (i, *_), pair in zip(joined, rotated, strict=True)
+        ]
+        whole = ranks.over_pieces((param for stack, _ in rotated for param in stack.params), norms, norms=True)
+        self._rotated = [
+            (stack, grad, self._bound(stack, grad, *each.unbind(1)))
+            for (stack, grad), each in zip(rotated, whole, strict=True)
+        ]
+        return by_parameter(rotated, grads)
 
-    def _bound(self, stack: Stack, grad: Tensor, decay: float) -> None:
-        """Shorten gradients to `LARGEST_JUMP` times the root of their mean squares so far, as factors are, in place.
+    def _norms(self, stack: Stack, grad: Tensor, decay: float) -> Tensor:
+        """The root of the mean of the squares of each parameter's gradients so far, and the norm of this one."""
+        norms, states = stack.norms(grad), [self.state[param] for param in stack.params]
+        if not all("exp_avg_sq" in state for state in states):
+            return torch.stack([torch.zeros_like(norms), norms], 1)
+        ages = [1 - decay ** float(state["step"]) for state in states]
+        means = torch._foreach_div(sums_of([state["exp_avg_sq"] for state in states]), ages)  # pyright: ignore[reportPrivateImportUsage]
+        return torch.stack([torch.stack(means).to(norms).sqrt(), norms], 1)
+
+    def _bound(self, stack: Stack, grad: Tensor, usual: Tensor, norms: Tensor) -> Tensor:
+        """Shorten gradients to `LARGEST_JUMP` times what is usual, as factors are, in place; return their norms.
 
         So one bad batch does not hold up the moments. A parameter whose gradients were zero so far is left alone.
         """
-        states = [self.state[param] for param in stack.params]
-        if not all("exp_avg_sq" in state for state in states):
-            return
-        ages = [1 - decay ** float(state["step"]) for state in states]
-        means = torch._foreach_div(sums_of([state["exp_avg_sq"] for state in states]), ages)  # pyright: ignore[reportPrivateImportUsage]
-        norms = stack.norms(grad)
-        most = LARGEST_JUMP * torch.stack(means).to(norms).sqrt()
-        factors = torch.where(most > 0, most / norms, 1.0)
-        if not grad.is_cpu or bool(factors.min() < 1):  # a step that reads one would wait for another device
-            stack.scale(grad, factors.clamp(max=1.0))
+        factors = torch.where(usual > 0, LARGEST_JUMP * usual / norms, 1.0)
+        if grad.is_cpu and not bool(factors.min() < 1):  # a step that reads one would wait for another device
+            return norms
+        stack.scale(grad, factors := factors.clamp(max=1.0))
+        return norms * factors
 
     def _move(self, ranks: Alone, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""
         params, sums = list(grads), torch.zeros(3, device=self._device())
         if params:
-            stacks = [stack for stack, _ in self._rotated]
+            stacks = [stack for stack, *_ in self._rotated]
             after = [stack.join("after") for stack in stacks]
             try:
                 torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
                 super()._move(ranks, grads, update)
-                steps = [(stack.join("grad"), grad) for stack, grad in self._rotated]
+                steps = [(stack.join("grad"), grad) for stack, grad, _ in self._rotated]
                 if self._quantity.options["cautious"]:
-                    for stack, (step, grad), maximized in zip(stacks, steps, self._maximized, strict=True):
-                        product = stack.without_rounding("scratch", grad).mul_(step)
+                    for (stack, grad, norms), (step, _), maximized in zip(
+                        self._rotated, steps, self._maximized, strict=True
+                    ):
+                        product = stack.without_rounding("scratch", grad, norms).mul_(step)
                         step *= product.ge_(0) if maximized else product.le_(0)
                 for stack, (step, _) in zip(stacks, steps, strict=True):
                     for piece, more in stack.wide(step, self._quantity.options["wide"]):

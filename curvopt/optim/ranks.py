@@ -3,18 +3,19 @@
 A step asks `Alone`, `Replicas` or `curvopt.optim.sharding.shards.Shards` for what differs, and never which it has.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from curvopt.core.backward.backward_pass import Request
 from curvopt.core.backward.context import ListenedBackward, Listener
 from curvopt.core.record import extended_name
-from curvopt.distributed import Ranks, refuse_sharded, share
+from curvopt.distributed import Ranks, is_sharded, refuse_sharded, share
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Collected, Sums, are_zero, have_gradients
 from curvopt.optim.options import DAMPINGS, parameter_names
@@ -111,6 +112,23 @@ class Alone:
         """Whether there is an item for any parameter."""
         return len(items) > 0
 
+    def over_pieces(
+        self,
+        params: Iterable[Tensor],
+        values: Sequence[Tensor],
+        weights: Iterable[Any] | None = None,
+        norms: bool = False,
+    ) -> Sequence[Tensor]:
+        """Values of whole parameters, by those of the rows that stand here; all ranks call it together.
+
+        Args:
+            params: the parameters, at most three times each.
+            values: one or two numbers for each parameter: a tensor, or a row of a matrix.
+            weights: by which a mean over the owners of rows is taken; ``None`` for their sum.
+            norms: whether the values are roots of what is added up.
+        """
+        return values
+
     def sum(self, number: int) -> int:
         """Sum over the ranks."""
         return number
@@ -150,6 +168,28 @@ class Alone:
     def export(self) -> dict[str, Any]:
         """What a checkpoint has of them."""
         return {}
+
+    def saved(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """The packed state of a parameter, as a checkpoint has it."""
+        return state
+
+    def loaded(self, who: str, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """What this rank keeps of the packed state of a parameter in a checkpoint.
+
+        Raises:
+            CurvoptError: if it is that of one of several ranks, which lacks some rows.
+        """
+        if any(map(is_sharded, tree_leaves(state))):
+            raise CurvoptError(
+                f"{who}.load_state_dict(): this is the state of one of several ranks, which has some rows of a "
+                "parameter. Save and load with torch.distributed.checkpoint, and curvopt.optim.state_to_load for the "
+                "tensors that this process needs."
+            )
+        return state
+
+    def to_load(self, p: Tensor, entry: str, whole: Tensor) -> Tensor:
+        """An empty tensor for what this rank keeps of a tensor of a parameter's state, given without memory."""
+        return torch.empty_like(whole, device="cpu")
 
     def load(self, who: str, run: Mapping[str, Any], states: dict[Tensor, dict[str, Any]]) -> None:
         """Take over what `export` has returned, with the states of parameters that were loaded."""

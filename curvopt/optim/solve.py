@@ -49,8 +49,18 @@ class Solver(ABC):
             The mean curvature of all parameters, and metrics.
         """
 
+    def means(self, params: Sequence[Tensor], states: States, ranks: Alone) -> Mapping[Tensor, Tensor]:
+        """What `solve` needs of parameters, of which other ranks may own rows."""
+        return {}
+
     def solve(
-        self, stack: Stack, grad: Tensor, group: Mapping[str, Any], states: States, mean_curvature: Tensor
+        self,
+        stack: Stack,
+        grad: Tensor,
+        group: Mapping[str, Any],
+        states: States,
+        mean_curvature: Tensor,
+        means: Mapping[Tensor, Tensor],
     ) -> Tensor:
         """Preconditioned gradients ``[P]`` of the parameters of a stack, which are in one param group."""
         return stack.product("update", grad)
@@ -69,7 +79,7 @@ class Inverse(Solver):
         self, groups: Sequence[Mapping[str, Any]], states: States, names: Mapping[Tensor, str], ranks: Alone
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute all ``inverses``."""
-        diagonals = diagonals_of(names, states)
+        diagonals = diagonals_of(names, states, ranks)
         means, curvature = mean_curvatures(diagonals, ranks)
         factors, stale, labels, lists, dampings = [], [], [], [], []
         for group in groups:
@@ -110,10 +120,12 @@ class Inverse(Solver):
         }
 
 
-def diagonals_of(params: Iterable[Tensor], states: States) -> dict[Tensor, list[Tensor]]:
-    """`mean_diagonals` of the factors of parameters that have curvature."""
+def diagonals_of(params: Iterable[Tensor], states: States, ranks: Alone) -> dict[Tensor, list[Tensor]]:
+    """`mean_diagonals` of the factors of parameters that have curvature, and of which other ranks may own rows."""
     found = {p: factors for p in params if (factors := curvature_of(states[p]).factors) is not None}
-    means = iter(mean_diagonals([factor for factors in found.values() for factor in factors]))
+    owners, factors = [p for p, each in found.items() for _ in each], [f for each in found.values() for f in each]
+    sizes = (factor.numel() // (factor.shape[-1] if factor.ndim > 1 else 1) for factor in factors)
+    means = iter(ranks.over_pieces(owners, mean_diagonals(factors), sizes))
     return {p: [next(means) for _ in factors] for p, factors in found.items()}
 
 
@@ -150,15 +162,18 @@ class Eigenbasis(Solver):
         self, groups: Sequence[Mapping[str, Any]], states: States, names: Mapping[Tensor, str], ranks: Alone
     ) -> tuple[Tensor, dict[str, Any]]:
         """Renew the ``bases`` of new parameters and of factors that are no longer diagonal in theirs."""
-        factors, former, labels = [], [], []
+        owners, factors, former, labels = [], [], [], []
         for param, name in names.items():
             kept = curvature_of(states[param])
             kept.bases = [] if kept.bases is None else kept.bases
             for i, factor in enumerate(kept.factors or []):
+                owners.append(param)
                 factors.append(factor)
                 former.append(kept.bases[i] if kept.bases else None)
                 labels.append(f"{name} factor {i}")
         (found,) = ranks.share(factors, lambda mine: [off_diagonals(*_chosen(mine, factors, former))], [lambda _: ()])
+        squares = (torch.linalg.vector_norm(factor, dtype=torch.float64).square() for factor in factors)
+        found = ranks.over_pieces(owners, found, squares, norms=True)
         # one transfer for all
         on_device = [part.to(factors[0].device, torch.float32) for part in found]
         parts = torch.stack(on_device).tolist() if on_device else []
@@ -177,7 +192,7 @@ class Eigenbasis(Solver):
                 old, kept.bases = kept.bases, [new[i][0] if i in new else former[i] for i in numbers]
                 spectra = [new[i][1] if i in new else None for i in numbers]
                 self.change_basis(states[param], param.shape, old or [], spectra)
-        _, curvature = mean_curvatures(diagonals_of(names, states), ranks)
+        _, curvature = mean_curvatures(diagonals_of(names, states, ranks), ranks)
         return curvature, {"new_bases": float(ranks.over_owners(torch.tensor(float(len(chosen)))))}
 
     @abstractmethod

@@ -88,13 +88,13 @@ class Stack:
         for rows, column in zip(self.rows(flat), factors.split([n for n, _ in self._alike]), strict=True):
             rows.mul_(column.unsqueeze(1))
 
-    def without_rounding(self, name: str, flat: Tensor) -> Tensor:
+    def without_rounding(self, name: str, flat: Tensor, norms: Tensor) -> Tensor:
         """The values, but zero where they are so small beside their parameter's norm that rounding chose their sign.
 
         So directions that a batch does not know, whose gradients are zero but for rounding, are alike on all ranks.
         """
         kept = torch.abs(flat, out=self.memory(name))
-        limits = 10 * torch.finfo(flat.dtype).eps * self.norms(flat)
+        limits = 10 * torch.finfo(flat.dtype).eps * norms
         for rows, limit in zip(self.rows(kept), limits.split([n for n, _ in self._alike]), strict=True):
             rows.gt_(limit.unsqueeze(1))
         return kept.mul_(flat)
@@ -106,21 +106,22 @@ class Stack:
         pieces = zip(flat.split(self.numels), self.inputs, strict=True)
         return [(piece, more) for piece, n in pieces if (more := excess(n, wide)) > 1]
 
-    def clip(self, flat: Tensor, moves: Tensor, bound: Tensor | None) -> Tensor:
+    def clip(self, flat: Tensor, norms: Tensor, whole: Tensor, bound: Tensor | None) -> Tensor:
         """Bound the root mean square of each parameter's values, in place.
 
         Args:
             flat: the values.
-            moves: 1 for entries that count in the mean, else 0.
+            norms: of them, and of what is 1 for entries that count in the mean, else 0, ``[params, 2]``.
+            whole: those of parameters of which other ranks have rows, too.
             bound: of weights with at most `WIDE` inputs; ``None`` for none.
 
         Returns:
             Sums of squares before, after, and after by how they count, and the number of entries that do, ``[4]``.
         """
-        before, counts = self.norms(flat), self.norms(moves)
+        before, counts = norms.unbind(1)
         wide, after = before * self._roots, before
         if bound is not None:
-            factors = rms_clip_factor(wide / counts.clamp(min=1), bound)
+            factors = rms_clip_factor(whole[:, 0] * self._roots / whole[:, 1].clamp(min=1), bound)
             after, wide = before * factors, wide * factors
             self.scale(flat, factors)
         return torch.stack([before, after, wide, counts]).square().sum(1)

@@ -164,13 +164,17 @@ def without_curvature(states: Iterable[dict[str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def exporting(
-    optimizer: torch.optim.Optimizer, params: Sequence[Tensor], run: Callable[[], dict[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[Tensor],
+    run: Callable[[], dict[str, Any]],
+    saved: Callable[[Tensor, dict[str, Any]], dict[str, Any]],
 ) -> Iterator[None]:
-    """Inside, ``state_dict()`` has packed curvature, and ``run()`` in its first param group."""
+    """Inside, ``state_dict()`` has packed states as they are ``saved``, and ``run()`` in its first param group."""
 
     def export(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = {
-            index: {**state, CURVATURE: curvature_of(state).packed()} for index, state in state_dict["state"].items()
+            index: saved(params[index], {**state, CURVATURE: curvature_of(state).packed()})
+            for index, state in state_dict["state"].items()
         }
         if states:  # of all parameters, also where another rank has it
             states = {i: states.get(i, {CURVATURE: {}}) for i in range(len(params))}
@@ -187,13 +191,17 @@ def exporting(
 
 @contextmanager
 def importing(
-    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], restore: Callable[[dict[str, Any]], None]
+    optimizer: torch.optim.Optimizer,
+    names: dict[Tensor, str],
+    kept: Callable[[Tensor, dict[str, Any]], dict[str, Any]],
+    restore: Callable[[dict[str, Any]], None],
 ) -> Iterator[None]:
     """Inside, ``load_state_dict()`` checks the state, loads the curvature, too, and passes the run to ``restore``.
 
     Args:
         optimizer: the optimizer that loads.
         names: of its parameters, in order.
+        kept: what is kept of the saved state of a parameter.
         restore: takes the run of `exporting`.
 
     Raises:
@@ -207,10 +215,7 @@ def importing(
         run.update(run_of(optimizer, loaded))
         states = dict(loaded["state"])
         for index in (index for group in loaded["param_groups"] for index in group["params"]):
-            state = states.get(index, {})
-            curvatures.append(unpacked(state))
-            if index in states:  # torch would cast it to the dtype of the parameter
-                states[index] = {name: state[name] for name in state if name not in (CURVATURE, *_FIELDS)}
+            curvatures.append(unpacked(states.get(index, {})))
         for (param, name), curvature in zip(names.items(), curvatures, strict=False):
             if not fits(curvature.factors or [], param.shape):
                 raise CurvoptError(
@@ -219,6 +224,13 @@ def importing(
                     f"({[list(factor.shape) for factor in curvature.factors or []]}); load the state of an equal "
                     "model, whose parameters come in this order. Nothing has changed."
                 )
+        indices = (index for group in loaded["param_groups"] for index in group["params"])
+        for i, (param, index) in enumerate(zip(names, indices, strict=False)):
+            rest = {name: each for name, each in states.get(index, {}).items() if name not in (CURVATURE, *_FIELDS)}
+            rest = kept(param, {**rest, CURVATURE: curvatures[i].packed()})
+            curvatures[i] = unpacked({CURVATURE: rest.pop(CURVATURE)})
+            if index in states:  # torch would cast curvature to the dtype of the parameter
+                states[index] = rest
         groups = [{**group, RUN: None} for group in loaded["param_groups"]]
         return {**loaded, "state": states, "param_groups": groups}
 
@@ -286,17 +298,18 @@ def state_to_load(optimizer: Any, checkpoint_id: str | PathLike, name: str = "op
 
     metadata = FileSystemReader(checkpoint_id).read_metadata()
     ranks = optimizer._ranks()
-    elsewhere = {
-        each for i, (p, name) in enumerate(optimizer._names().items()) if not ranks.owns(p) for each in (str(i), name)
-    }
+    params = {each: p for i, (p, name) in enumerate(optimizer._names().items()) for each in (str(i), name)}
     result: dict[str, Any] = {"state": {}}
     saved: Any = metadata.planner_data
     for key, (first, *path) in saved.items():
-        if first != name or (path[0] == "state" and str(path[1]) in elsewhere):
+        p = params.get(str(path[1])) if path[0] == "state" else None
+        if first != name or (p is not None and not ranks.owns(p)):
             continue
-        entry = metadata.state_dict_metadata[key]
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        set_element(result, tuple(path), torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
+        entry, value = metadata.state_dict_metadata[key], None
+        if isinstance(entry, TensorStorageMetadata):
+            value = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            value = torch.empty_like(value, device="cpu") if p is None else ranks.to_load(p, str(path[-1]), value)
+        set_element(result, tuple(path), value)
     # parameters are numbers, unless names were saved
     return {**result, "state": {int(i) if i.isdigit() else i: each for i, each in result["state"].items()}}
 

@@ -501,6 +501,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         known = have_curvature(self.state) or collected.refused or self._run.refused
         counts = torch.tensor([len(bad), len(new), len(rejected), weightless, known], dtype=torch.float64)
         all_bad, all_new, all_rejected, all_weightless, all_known = ranks.over_owners(counts).tolist()
+        if all_rejected:  # what is rejected of some rows, is of all
+            verdicts = ranks.over_pieces(new, [weight.new_tensor(float(param in rejected)) for param in new])
+            rejected = {param for param, verdict in zip(new, verdicts, strict=True) if verdict > 0}
+            all_rejected = float(ranks.over_owners(torch.tensor(float(len(rejected)))))
+        collected.refreshed = all_new > all_rejected
         if all_bad:
             raise Overflow(
                 f"gradient of {listed(bad) or 'parameters that other ranks own'} is not finite (inf or nan). "
@@ -534,13 +539,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     ) -> bool:
         """Move new factors into the averages, and call ``_renew`` if that is due: then true."""
         run, curvature = self._run, self._curvature
-        collected.refreshed = ranks.any(accepted)
         if collected.refreshed:
             run.stale, run.refused, run.variables = True, False, collected.variables
             # else the weight lacks a loss, and an earlier one is known
             if not (collected.partial and ranks.have_curvature(self.state)):
                 run.step_weight = collected.step_weight * curvature.factor_of_gradients()
-            curvature.average(accepted, collected, self._forget)
+            curvature.average(ranks, accepted, collected, self._forget)
         elif collected.refused:
             run.refused = True
         new = unsolved(self._params(), self.state)
@@ -575,17 +579,22 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         run = self._run
         sums = [] if joined else [torch.zeros(7, dtype=torch.float64, device=self._device())]
         solved: list[tuple[Stack, Tensor]] = []
+        norms: list[Tensor] = []
         known = ranks.have_curvature(self.state)
         # without any curvature, one factor is for all, below
         bound = self.rms_clip * run.step_weight if self.rms_clip is not None and known else None
-        for i, stack, grad, gg in joined:
+        means = self._solver.means([param for _, stack, *_ in joined for param in stack.params], self.state, ranks)
+        for i, stack, grad, _ in joined:
             group = self.param_groups[i]
-            update = self._solver.solve(stack, grad, group, self.state, run.mean_curvature)
+            update = self._solver.solve(stack, grad, group, self.state, run.mean_curvature, means)
             # 0 where masks hold a gradient at zero, else 1
             update *= (moves := torch.sign(grad, out=stack.memory("scratch")).abs_())
             solved.append((stack, update))
-            squares = stack.clip(update, moves, bound)
-            sums.append(torch.cat([torch.stack([update.dot(grad), gg, squares[1] * group["lr"] ** 2]), squares]))
+            norms.append(torch.stack([stack.norms(update), stack.norms(moves)], 1))
+        whole = ranks.over_pieces((param for stack, _ in solved for param in stack.params), norms, norms=True)
+        for (i, stack, grad, gg), (_, update), here, of_all in zip(joined, solved, norms, whole, strict=True):
+            rate, squares = self.param_groups[i]["lr"], stack.clip(update, here, of_all, bound)
+            sums.append(torch.cat([torch.stack([update.dot(grad), gg, squares[1] * rate**2]), squares]))
         # of the loss, not divided by its weight; so are the updates, below
         total = ranks.over_owners(reduce(torch.add, [each.to(sums[0]) for each in sums]))
         weight, clip = run.step_weight.to(total), 1.0
@@ -649,10 +658,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         ``step_norm``: ``‖lr u‖`` before momentum. ``grad_norm``, per unit of weight of the loss. ``cosine``: between
         gradient and preconditioned gradient. ``damping``: of the first group; parameters may have less, see
         ``relative_damping``. ``fallbacks``: matrices that needed more than the usual factorisation when last renewed.
-        ``condition``: largest condition number of a damped factor (in the 1-norm) there. ``new_bases``: eigenbases
-        computed when they were last checked. ``KFACAdamW`` has no damping and no clip; its ``step_norm`` and ``cosine``
-        are those of the whole step. ``skipped``: steps that ``on_nonfinite="skip"`` left out. ``empirical``: 1 where
-        the loss had no curvature of the kind asked for.
+        ``condition``: largest condition number of a damped factor (in the 1-norm) there, or of the rows of it that a
+        rank owns. ``new_bases``: eigenbases computed when they were last checked. ``KFACAdamW`` has no damping and no
+        clip; its ``step_norm`` and ``cosine`` are those of the whole step. ``skipped``: steps that
+        ``on_nonfinite="skip"`` left out. ``empirical``: 1 where the loss had no curvature of the kind asked for.
         """
         self._run.metrics |= self._measured()
         return self._run.metrics | ({"empirical": 1.0} if self._is_replaced else {})
@@ -678,7 +687,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State of the torch optimizer plus all that a run needs to continue bit for bit."""
-        with exporting(self, self._params(), self._export):
+        with exporting(self, self._params(), self._export, self._ranks().saved):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -688,7 +697,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             CurvoptError: if it is the state of another optimizer, or of parameters of other shapes. Nothing has changed
                 then.
         """
-        with importing(self, self._names(), self._import):
+        kept = partial(self._ranks().loaded, type(self).__name__)
+        with importing(self, self._names(), kept, self._import):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -214,7 +214,8 @@ def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nes
         for p, q in zip(run.model.parameters(), twin, strict=True):
             (stack,) = run.optimizer._stacks_of([p])
             given = run.optimizer.param_groups[0], run.optimizer.state, run.optimizer._run.mean_curvature
-            product = run.optimizer._solver.solve(stack, p.grad.reshape(-1), *given).view_as(p)
+            means = run.optimizer._solver.means([p], run.optimizer.state, run.optimizer._ranks())
+            product = run.optimizer._solver.solve(stack, p.grad.reshape(-1), *given, means).view_as(p)
             product, moves = product * (p.grad != 0), (p.grad != 0).sum()
             weight = run.optimizer._run.step_weight
             rms = (product.square().sum() * excess(p[0].numel() if p.ndim > 1 else 1) / moves).sqrt() / weight

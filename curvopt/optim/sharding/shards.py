@@ -1,7 +1,10 @@
-"""Steps of parameters that ``fully_shard`` divides among the ranks (FSDP2): each parameter has one owner.
+"""Steps of parameters that ``fully_shard`` divides among the ranks (FSDP2): each parameter has an owner.
 
 The owner of a parameter keeps all that the optimizer knows of it, whole: factors, inverses or eigenbases, momentum.
-Owners are chosen by cost, so the state of a rank falls with the number of ranks. A step has four parts::
+Owners are chosen by cost, so the state of a rank falls with the number of ranks. A matrix that would be more than a
+rank's share, as embeddings and heads are, has several owners, each of some rows and of the blocks of factors that
+belong to these. What is measured of a parameter (its damping, its bound) is that of all its rows, see
+`Shards.over_pieces`. A step has four parts::
 
     backward      of whole parameters, gathered once where curvature is due; each rank has factors of its own samples
     to owners     factors, whose mean over the ranks the owner takes; and the shards of each gradient
@@ -16,7 +19,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import AbstractContextManager, contextmanager
-from functools import reduce
+from functools import partial, reduce
+from itertools import repeat
 from math import prod
 from operator import is_
 from typing import Any, NamedTuple
@@ -24,10 +28,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from curvopt.core.backward.backward_pass import Request
 from curvopt.core.backward.context import Listener
-from curvopt.distributed import Ranks, divide, is_sharded, serving
+from curvopt.distributed import Ranks, divide_rows, is_sharded, serving
 from curvopt.errors import CurvoptError
 from curvopt.optim.accumulation import Collected, Sums, are_zero
 from curvopt.optim.options import check_mixed, kind_of
@@ -55,6 +61,10 @@ class Layout(NamedTuple):
         """The slice that a rank has."""
         return next(row.index(rank) for row in self.replicas if rank in row)
 
+    def begin(self, i: int) -> int:
+        """The first row of a slice."""
+        return sum(self.lengths[:i]) if self.dim == 0 else 0
+
     def senders(self, owner: int) -> list[int]:
         """The ranks that send their slices to the owner: those of its replica."""
         return next(row for row in self.replicas if owner in row)
@@ -66,8 +76,6 @@ def layout(name: str, parameter: Any, group: dist.ProcessGroup) -> Layout:
     Raises:
         CurvoptError: if it is divided in another way (tensor parallelism), or among other ranks.
     """
-    from torch.distributed.tensor import Replicate, Shard
-
     mesh, placements = parameter.device_mesh, parameter.placements
     *before, last = placements
     if type(last) is not Shard or len(before) > 1 or not all(isinstance(each, Replicate) for each in before):
@@ -89,6 +97,29 @@ def layout(name: str, parameter: Any, group: dist.ProcessGroup) -> Layout:
     return Layout(last.dim, lengths, [[places[rank] for rank in row] for row in ranks])
 
 
+def within(tensor: Tensor, begin: int, rows: tuple[int, int]) -> Tensor:
+    """What is in some rows, of a tensor whose first row is row ``begin``."""
+    start, stop = (max(0, row - begin) for row in rows)
+    return tensor[start:stop]
+
+
+def by_rows(tree: Mapping[str, Any], function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The packed state of a parameter, with a function of each tensor that has entries for rows of the parameter."""
+    return {
+        name: by_rows(value, function)
+        if isinstance(value, Mapping)
+        else function(value)
+        if has_rows(name, value)
+        else value
+        for name, value in tree.items()
+    }
+
+
+def has_rows(name: str, value: Any) -> bool:
+    """Whether an entry of a state has entries for rows: all tensors but numbers and the factors behind the first."""
+    return isinstance(value, Tensor) and value.ndim > 0 and not (name.isdigit() and int(name) > 0)
+
+
 class Shards(Replicas):
     """The sharded parameters of an optimizer, their owners, and the transfers between owners and shards.
 
@@ -97,7 +128,9 @@ class Shards(Replicas):
         kinds: of the curvature of parameters, where it is known.
 
     Attributes:
-        owners: the rank that owns each parameter. It stays where param groups are added.
+        rows: the rows of each parameter that ranks own, by rank. They stay where param groups are added.
+        divided: the parameters that several ranks own, and the rows of a block of each.
+        pieces: in a step, what stands here for some rows of these, and their indices.
         kinds: of the curvature of each parameter, once it was collected.
         begun: whether a backward since the last step has computed curvature, on any rank.
         received: parameters of which curvature was last exchanged.
@@ -117,14 +150,14 @@ class Shards(Replicas):
         super().__init__(Ranks(chosen, optimizer._device()), optimizer.communication_dtype)
         self.params = list(names)
         self.layouts = {p: layout(name, p, self.ranks.group) for p, name in names.items()}
-        loads, owners = [0] * self.ranks.size, list[int]()
+        loads, quantity, self.rows = [0] * self.ranks.size, optimizer._quantity, dict[Tensor, dict[int, Any]]()
         for group in optimizer.param_groups:
-            costs = [optimizer._quantity.cost(p, optimizer.inverse_every) for p in group["params"]]
-            shares = divide(costs, self.ranks.size, loads)
-            owner_of = {i: rank for rank, share in enumerate(shares) for i in share}
-            owners += [owner_of[i] for i in range(len(costs))]
-        self.owners = dict(zip(self.params, owners, strict=True))
-        self._kinds = {p: kind for p, kind in kinds.items() if p in self.owners}
+            costs = [quantity.cost(p, optimizer.inverse_every) for p in group["params"]]
+            rows = [(p.shape[0], quantity.rows_together(p)) for p in group["params"]]
+            self.rows |= zip(group["params"], divide_rows(costs, rows, self.ranks.size, loads), strict=True)
+        self.divided = {p: quantity.rows_together(p) for p, rows in self.rows.items() if len(rows) > 1}
+        self.pieces: dict[Tensor, int] = {}
+        self._kinds = {p: kind for p, kind in kinds.items() if p in self.rows}
         self.begun, self.received = False, set[Tensor]()
         self.gathered: dict[Tensor, Tensor] = {}
         self.stand_ins: dict[Tensor, Tensor] = {}
@@ -138,8 +171,17 @@ class Shards(Replicas):
         return same and (group is self.given or group == self.given)
 
     def owns(self, p: Tensor) -> bool:
-        """Whether this rank owns a parameter."""
-        return self.owners[p] == self.rank
+        """Whether this rank owns a parameter, or some of its rows."""
+        return self.rank in self.rows[p]
+
+    def place(self, p: Tensor, shape: Sequence[int], owner: int) -> tuple[int, int, int]:
+        """Axis, begin and length of an owner's part of a tensor that has entries, or blocks, for the rows of ``p``."""
+        start, stop = self.rows[p][owner]
+        if len(shape) == 4:
+            block = self.divided[p]
+            return 1, start // block, -(-stop // block) - start // block
+        each = shape[0] // p.shape[0]
+        return 0, start * each, (stop - start) * each
 
     # --- the backward -------------------------------------------------------------------------------------------
 
@@ -212,11 +254,55 @@ class Shards(Replicas):
         self._forget_states_of_other_ranks(states)
         missing = [p for p in self._kinds if self.owns(p) and p not in factors]
         if missing:
-            raise CurvoptError(
-                f"{who}.load_state_dict(): no curvature for {len(missing)} parameters that rank {self.rank} owns, for "
-                "this is the state of another rank. Save and load with torch.distributed.checkpoint, and "
-                "curvopt.optim.state_to_load for the tensors that a rank needs."
-            )
+            raise self._of_another_rank(who, f"{len(missing)} parameters")
+
+    def _of_another_rank(self, who: str, what: str) -> CurvoptError:
+        return CurvoptError(
+            f"{who}.load_state_dict(): no curvature for {what} that rank {self.rank} owns, for "
+            "this is the state of another rank. Save and load with torch.distributed.checkpoint, and "
+            "curvopt.optim.state_to_load for the tensors that a rank needs."
+        )
+
+    def saved(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """The tensors of rows as parts of whole ones."""
+        return by_rows(state, partial(self._part_of_whole, p)) if p in self.divided else state
+
+    def _part_of_whole(self, p: Tensor, part: Tensor) -> Tensor:
+        """A part of a tensor of a divided parameter, as ``torch.distributed.checkpoint`` saves and loads it."""
+        total, (start, stop) = p.shape[0], self.rows[p][self.rank]
+        shape = list(part.shape)
+        if part.ndim == 4:
+            shape[1] = -(-total // self.divided[p])
+        else:
+            shape[0] = total * (shape[0] // (stop - start))
+        dim, begin, _ = self.place(p, shape, self.rank)
+        shards = LocalShardsWrapper([part], [tuple(begin if i == dim else 0 for i in range(part.ndim))])
+        like = torch.empty(shape, device="meta")
+        mesh = p.device_mesh  # type: ignore[attr-defined]
+        return DTensor.from_local(
+            shards, mesh, [Shard(dim)] * mesh.ndim, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def loaded(self, who: str, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """The rows that this rank owns."""
+
+        def part(tensor: Any) -> Tensor:
+            dim, begin, length = self.place(p, tensor.shape, self.rank)
+            if not is_sharded(tensor):
+                return tensor.narrow(dim, begin, length).clone()
+            local = tensor.to_local()
+            if (local.local_offsets()[0][dim], local.local_sizes()[0][dim]) != (begin, length):
+                raise self._of_another_rank(who, "some rows")
+            return local.local_shards()[0]
+
+        return by_rows(state, part) if p in self.divided and self.owns(p) else state
+
+    def to_load(self, p: Tensor, entry: str, whole: Tensor) -> Tensor:
+        """For the rows that this rank owns."""
+        if p not in self.divided or not has_rows(entry, whole):
+            return super().to_load(p, entry, whole)
+        part = whole.narrow(*self.place(p, whole.shape, self.rank))
+        return self._part_of_whole(p, torch.empty_like(part, device="cpu"))
 
     # --- transfers ----------------------------------------------------------------------------------------------
 
@@ -258,21 +344,22 @@ class Shards(Replicas):
         return received
 
     def whole(self, shards: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Whole tensors of the parameters that this rank owns, from the slices of all ranks.
+        """Whole tensors, or rows, of the parameters that this rank owns, from the slices of all ranks.
 
         Args:
             shards: this rank's slices, by parameter; of equal parameters on all ranks.
         """
         outgoing, incoming, owned = [], [], []
         for p, shard in shards.items():
-            owner, where = self.owners[p], self.layouts[p]
-            senders = where.senders(owner)
-            if self.ranks.rank in senders:
-                outgoing.append((owner, shard))
-            if owner == self.ranks.rank:
-                owned.append(p)
-                shapes = (self._shape(p, length) for length in where.lengths)
-                incoming += [(rank, shape, p.dtype) for rank, shape in zip(senders, shapes, strict=True)]
+            where = self.layouts[p]
+            for owner, rows in self.rows[p].items():
+                senders = where.senders(owner)
+                if self.rank in senders:
+                    outgoing.append((owner, within(shard, where.begin(where.slice_of(self.rank)), rows)))
+                if owner == self.rank:
+                    owned.append(p)
+                    shapes = (self._shape(p, i, rows) for i in range(len(where.lengths)))
+                    incoming += [(rank, shape, p.dtype) for rank, shape in zip(senders, shapes, strict=True)]
         parts = iter(self.send(self.dtypes, outgoing, incoming))
         return {p: torch.cat([next(parts) for _ in self.layouts[p].lengths], self.layouts[p].dim) for p in owned}
 
@@ -280,23 +367,30 @@ class Shards(Replicas):
         """This rank's slices of tensors that belong to some parameters, from their owners.
 
         Args:
-            whole: tensors of the parameters that this rank owns.
+            whole: tensors, or rows, of the parameters that this rank owns.
             params: the parameters; equal ones on all ranks.
         """
         outgoing, incoming = [], []
         for p in params:
             where = self.layouts[p]
             if p in whole:
-                pieces = whole[p].split(where.lengths, where.dim)
-                outgoing += [(rank, piece) for row in where.replicas for rank, piece in zip(row, pieces, strict=True)]
-            length = where.lengths[where.slice_of(self.ranks.rank)]
-            incoming.append((self.owners[p], self._shape(p, length), p.dtype))
-        return dict(zip(params, self.send(self.dtypes, outgoing, incoming), strict=True))
+                for i, length in enumerate(where.lengths):
+                    if where.dim == 0:
+                        begin = where.begin(i)
+                        piece = within(whole[p], self.rows[p][self.rank][0], (begin, begin + length))
+                    else:
+                        piece = whole[p].narrow(where.dim, sum(where.lengths[:i]), length)
+                    outgoing += [(row[i], piece) for row in where.replicas]
+            mine = where.slice_of(self.rank)
+            incoming += [(owner, self._shape(p, mine, rows), p.dtype) for owner, rows in self.rows[p].items()]
+        parts = iter(self.send(self.dtypes, outgoing, incoming))
+        return {p: torch.cat([next(parts) for _ in self.rows[p]]) for p in params}
 
-    def _shape(self, p: Tensor, length: int) -> list[int]:
+    def _shape(self, p: Tensor, i: int, rows: tuple[int, int]) -> list[int]:
+        """Of the part of a slice that is in some rows."""
         shape = list(p.shape)
-        shape[self.layouts[p].dim] = length
-        return shape
+        shape[self.layouts[p].dim] = self.layouts[p].lengths[i]
+        return list(within(torch.empty(shape, device="meta"), self.layouts[p].begin(i), rows).shape)
 
     def check(self, who: str, names: Mapping[Tensor, str]) -> None:
         """Nothing to refuse: this was done where the parameters were divided."""
@@ -316,27 +410,55 @@ class Shards(Replicas):
         weight, step_weight, *of_params = means
         outgoing, incoming = [], []
         dtypes = {i: getattr(torch, name) for i, (_, name, _) in forms.items()}
-        for i, (shapes, _, _) in forms.items():
-            owner, curvature, dtype = self.owners[params[i]], sums[i], sent_dtype(dtypes[i], chosen)
-            zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-            for each in zeros if curvature is None else curvature.sums:
-                outgoing.append((owner, (each if chosen is None else half(each)).to(dtype)))
-            if owner == self.ranks.rank:
-                sent = shapes if chosen is None else map(half_shape, shapes)
-                incoming += [(rank, shape, dtype) for shape in sent for rank in range(self.ranks.size)]
+        owned: dict[int, list[Any]] = {}
+        for i, (shapes, _, of_input) in forms.items():
+            p, curvature, dtype = params[i], sums[i], sent_dtype(dtypes[i], chosen)
+            zero = torch.zeros((), dtype=dtype, device=device)
+            tensors = [zero.expand(shape) for shape in shapes] if curvature is None else curvature.sums
+            for owner in self.rows[p]:
+                parts_of = self._parts(p, tensors, of_input, owner)
+                outgoing += [(owner, (each if chosen is None else half(each)).to(dtype)) for each in parts_of]
+                if owner == self.rank:
+                    owned[i] = [each.shape for each in parts_of]
+                    sent = owned[i] if chosen is None else map(half_shape, owned[i])
+                    incoming += [(rank, shape, dtype) for shape in sent for rank in range(self.ranks.size)]
         kinds = dict.fromkeys(sent_dtype(dtype, chosen) for dtype in dtypes.values())
         parts = iter(self.send([*kinds], outgoing, incoming))
         for i, (shapes, _, of_input) in forms.items():
             self._kinds[params[i]] = kind_of(len(shapes[0]), of_input is not None)
         result = Collected({}, weight, step_weight, variables=collected.variables)
-        for (i, (shapes, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
-            p = params[i]
-            if self.owns(p):
-                of_ranks = ([next(parts).to(dtypes[i]) for _ in range(self.ranks.size)] for _ in shapes)
+        for (i, (_, _, of_input)), mean_weight in zip(forms.items(), of_params, strict=True):
+            if i in owned:
+                of_ranks = ([next(parts).to(dtypes[i]) for _ in range(self.ranks.size)] for _ in owned[i])
                 means = [reduce(torch.add, each) / self.ranks.size for each in of_ranks]
-                means = means if chosen is None else [*map(whole, means, shapes)]
-                result.curvature[p] = Sums(means, of_input, mean_weight)
+                means = means if chosen is None else [*map(whole, means, owned[i])]
+                result.curvature[params[i]] = Sums(means, of_input, mean_weight)
         return result
+
+    def _parts(self, p: Tensor, tensors: Sequence[Tensor], of_input: int | None, owner: int) -> list[Tensor]:
+        """What an owner needs of the tensors of a parameter's curvature.
+
+        Raises:
+            CurvoptError: if the curvature of a divided parameter has another form than that of a matrix.
+        """
+        if p not in self.divided:
+            return list(tensors)
+        first, block = tensors[0].shape, self.divided[p]
+        if len(first) != 1 and [*first] != [1, -(-p.shape[0] // block), block, block]:
+            raise CurvoptError(
+                f"a parameter of shape {list(p.shape)} that several ranks own by rows has curvature of shapes "
+                f"{[list(each.shape) for each in tensors]}, which has no blocks of rows. Train with "
+                "DistributedDataParallel, or with max_factor_size=None."
+            )
+        # the factor of the rows; behind both factors, scales, or a second one of the outputs
+        of_rows = [
+            i == 0 or of_input is None or each.shape == (p.numel(),) or (i > 1 and of_input == 1)
+            for i, each in enumerate(tensors)
+        ]
+        return [
+            each.narrow(*self.place(p, each.shape, owner)) if rows else each
+            for rows, each in zip(of_rows, tensors, strict=True)
+        ]
 
     def everywhere(
         self, lists: Mapping[Tensor, Sequence[Tensor]], chosen: torch.dtype | None
@@ -354,15 +476,50 @@ class Shards(Replicas):
         for rank, each in enumerate(forms):
             incoming += [(rank, shape, sent_dtype(dtype, chosen)) for form in each.values() for shape, dtype in form]
         parts = iter(self.send([*dict.fromkeys(dtype for _, _, dtype in incoming)], outgoing, incoming))
-        return {
-            self.params[i]: [next(parts).to(dtype) for _, dtype in form] for each in forms for i, form in each.items()
-        }
+        lists_of = [{i: [next(parts).to(dtype) for _, dtype in form] for i, form in each.items()} for each in forms]
+        result = {}
+        for i, p in enumerate(self.params):
+            pieces = [lists_of[owner][i] for owner in self.rows[p] if i in lists_of[owner]]
+            if pieces:
+                first = [piece[0] for piece in pieces]
+                result[p] = [torch.cat(first, 1 if first[0].ndim == 4 else 0), *pieces[0][1:]]
+        return result
 
     # --- the step -----------------------------------------------------------------------------------------------
 
     def over_owners(self, numbers: Tensor, largest: bool = False) -> Tensor:
         """Of all owners."""
         return self.ranks.total(numbers, largest)
+
+    def over_pieces(
+        self,
+        params: Iterable[Tensor],
+        values: Sequence[Tensor],
+        weights: Iterable[Any] | None = None,
+        norms: bool = False,
+    ) -> Sequence[Tensor]:
+        """Of all ranks that own some rows."""
+        if not self.divided:
+            return values
+        rows = [row for each in values for row in (each.unbind() if each.ndim > 1 else [each])]
+        found = torch.zeros(len(self.divided), 3, 3, dtype=torch.float64, device=self.ranks.device)
+        places: dict[int, tuple[int, int]] = {}
+        for i, (p, row, weight) in enumerate(
+            zip(params, rows, repeat(1.0) if weights is None else weights, strict=False)
+        ):
+            if p in self.pieces:
+                place = places[i] = self.pieces[p], sum(piece == self.pieces[p] for piece, _ in places.values())
+                numbers = row.to(found).reshape(-1)
+                found[place][: len(numbers)] = weight * (numbers.square() if norms else numbers)
+                found[place][2] = weight
+        found = self.ranks.total(found)
+        for i, place in places.items():
+            *numbers, weight = found[place][[*range(rows[i].numel()), 2]]
+            if weights is None or weight > 0:
+                total = torch.stack(numbers) / (1.0 if weights is None else weight)
+                rows[i] = (total.sqrt() if norms else total).view_as(rows[i]).to(rows[i])
+        result = iter(rows)
+        return [torch.stack([next(result) for _ in each]) if each.ndim > 1 else next(result) for each in values]
 
     def any(self, items: Sized) -> bool:
         """On any owner."""
@@ -387,8 +544,11 @@ class Shards(Replicas):
         gradients = self.whole({p: grad.to_local() for p, grad in grads.items()})
         mine, device = [p for p in self.params if self.owns(p)], self.ranks.device
         zeros: dict[Tensor, Tensor] = {
-            p: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in mine
+            p: nn.Parameter(torch.zeros((stop - start, *p.shape[1:]), dtype=p.dtype, device=device))
+            for p in mine
+            for start, stop in [self.rows[p][self.rank]]
         }
+        self.pieces = {zeros[p]: i for i, p in enumerate(self.divided) if p in zeros}
         for p, grad in gradients.items():
             zeros[p].grad = grad
         collected.curvature = {zeros[p]: each for p, each in collected.curvature.items()}
@@ -403,7 +563,7 @@ class Shards(Replicas):
             self.stand_ins = {p: zeros[p] for p in gradients}
             yield {p: p.grad for p in self.stand_ins.values() if p.grad is not None}
         finally:
-            optimizer.state = state
+            optimizer.state, self.pieces = state, {}
             for group, (params, given) in zip(optimizer.param_groups, before, strict=True):
                 group["params"], group["param_names"] = params, given
                 if given is None:
