@@ -158,7 +158,8 @@ def train(settings: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = GPT(settings.dim, settings.depth, settings.heads, settings.length).to(device)
     model = sharded(model, mesh, getattr(torch, settings.dtype), settings.compile)
-    optimizer = KFACAdamW(model, lr=settings.lr)
+    kept = None if settings.state_dtype is None else getattr(torch, settings.state_dtype)
+    optimizer = KFACAdamW(model, lr=settings.lr, state_dtype=kept)
     step, text = resume(settings.folder, model, optimizer), source_code()
     with tqdm(total=settings.steps, initial=step, unit=" steps", disable=rank > 0) as bar:
         while step < settings.steps:
@@ -210,6 +211,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--clip", type=float, default=10.0, help="largest norm of the gradient")
     parser.add_argument(
         "--dtype", default="bfloat16", help="in which layers compute: bfloat16 or float32"
+    )
+    parser.add_argument(
+        "--state-dtype", help="bfloat16 keeps the state of the optimizer in half as many bytes"
     )
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--save-every", type=int, default=30, help="steps between checkpoints")

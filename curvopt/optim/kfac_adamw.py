@@ -19,6 +19,9 @@ from curvopt.optim.state import Run, curvature_of
 from curvopt.optim.step import CurvatureOptimizer, Joined
 from curvopt.optim.step_size import WIDE, cosine, moments, sums_of
 
+#: The slowest decay of averages that are kept in bfloat16: what a step adds is at least two units of its 8 bits.
+SLOWEST = 0.98
+
 
 class KroneckerOfMatrices(Kronecker):
     """Kronecker factors of matrices; vectors have diagonals, and so keep their coordinates."""
@@ -126,6 +129,9 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
         amsgrad: as in AdamW.
         cautious: whether steps uphill are left out, see above.
         wide: number of inputs from which the rate of a weight falls, see above; ``None`` for ``lr`` everywhere.
+        state_dtype: ``torch.bfloat16`` keeps factors, eigenvectors and averages in it between steps, which halves
+            their memory there; ``None`` for that of the parameters. It has 8 bits, so averages have to forget:
+            ``betas`` and ``ema`` are at most 0.98 then.
         on_nonfinite: ``"raise"`` an error where a gradient is not finite, or ``"skip"`` the step; ``metrics()`` counts.
         maximize: as in AdamW.
         foreach: as in AdamW.
@@ -154,6 +160,7 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
         amsgrad: bool = False,
         cautious: bool = True,
         wide: int | None = WIDE,
+        state_dtype: torch.dtype | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
@@ -171,6 +178,7 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
                 "ema": ema,
                 "curvature_every": curvature_every,
                 "inverse_every": inverse_every,
+                "state_dtype": state_dtype,
                 "on_nonfinite": on_nonfinite,
             },
             attached,
@@ -182,6 +190,20 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
             maximize=maximize,
             foreach=foreach,
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, see `curvopt.optim.step.CurvatureOptimizer.add_param_group`.
+
+        Raises:
+            ValueError: also where ``state_dtype`` has too few bits for an average.
+        """
+        given = self.defaults | self._group_defaults | param_group
+        if self.state_dtype is not None and max(*given["betas"], given["ema"]) > SLOWEST:
+            raise ValueError(
+                f"state_dtype={self.state_dtype} rounds averages to 8 bits, so they have to forget: betas and ema must "
+                f"be at most {SLOWEST}, got betas={given['betas']} and ema={given['ema']}."
+            )
+        super().add_param_group(param_group)
 
     def _precondition(self, ranks: Alone, grads: dict[Tensor, Tensor], joined: Joined) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""

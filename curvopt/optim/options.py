@@ -53,6 +53,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in ("curvature_every", "inverse_every"):
         check_count(f"{name} counts steps and", options[name])
     _check_rms_clip(options.get("rms_clip"))
+    if options.get("state_dtype") not in (None, torch.bfloat16):
+        raise ValueError(f"state_dtype must be torch.bfloat16 or None, got {options['state_dtype']}")
     if options.get("on_nonfinite", "raise") not in ("raise", "skip"):
         raise ValueError(f'on_nonfinite must be "raise" or "skip", got {options["on_nonfinite"]!r}')
 

@@ -163,6 +163,34 @@ def without_curvature(states: Iterable[dict[str, Any]]) -> Iterator[None]:
 
 
 @contextmanager
+def in_full_precision(states: Mapping[Tensor, dict[str, Any]], kept: torch.dtype | None) -> Iterator[None]:
+    """Inside, the states of parameters are in full precision; behind, tensors are kept in a dtype, if one is given."""
+
+    def cast(dtype_of: Callable[[torch.dtype], torch.dtype]) -> None:
+        def new(value: Any, full: torch.dtype) -> Any:
+            if isinstance(value, list):
+                return [new(each, full) for each in value]
+            is_averaged = isinstance(value, Tensor) and value.ndim > 0 and value.is_floating_point()
+            return value.to(dtype_of(full)) if is_averaged else value
+
+        for param, state in states.items():
+            for place, full in (
+                (vars(state.get(CURVATURE, ParameterCurvature())), torch.promote_types(param.dtype, torch.float32)),
+                (state, param.dtype),
+            ):
+                place |= {name: new(value, full) for name, value in place.items()}
+
+    if kept is None:
+        yield
+        return
+    cast(lambda full: full)
+    try:
+        yield
+    finally:
+        cast(lambda full: kept)
+
+
+@contextmanager
 def exporting(
     optimizer: torch.optim.Optimizer,
     params: Sequence[Tensor],

@@ -44,6 +44,7 @@ from curvopt.optim.state import (
     exporting,
     have_curvature,
     importing,
+    in_full_precision,
     unsolved,
     without_curvature,
 )
@@ -99,6 +100,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     #: Options of the whole run, where an optimizer has them.
     rms_clip: float | None = None
     on_nonfinite: str = "raise"
+    state_dtype: torch.dtype | None = None
     curvature_every: int
     inverse_every: int
     #: Which ranks train this model together (see `curvopt.distributed`): all, or those of a group; ``None`` for a
@@ -329,8 +331,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         check_schedules(who, self.rms_clip, self.param_groups)
         collected.ages = curvature.ages() if collected.curvature else {}
         try:
-            with ranks.owned(self, grads, collected) as owned:
+            with ranks.owned(self, grads, collected) as owned, in_full_precision(self.state, self.state_dtype):
                 accepted = self._advance(ranks, owned, collected)
+                if self.state_dtype is not None:  # its memory is that of full precision
+                    self._stacks.clear()
         except Overflow:
             if self.on_nonfinite == "raise":
                 raise
@@ -459,7 +463,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """
         for param, state in self.state.items():  # not by parameter: hashes of tensors are slow
             kept = state[CURVATURE].factors if CURVATURE in state else None
-            if not kept or kept[0].dtype == param.dtype:
+            if not kept or kept[0].dtype in (param.dtype, self.state_dtype):
                 continue
             now = torch.promote_types(param.dtype, torch.float32)
             if kept[0].dtype != now and any(param is each for each in (self._params() if params is None else params)):

@@ -174,6 +174,31 @@ def test_averages_of_adam_follow_the_bases() -> None:
     torch.testing.assert_close(state["exp_avg_sq"].reshape(-1), (V.T @ U @ torch.diag(v) @ U.T @ V).diagonal())
 
 
+def test_state_is_kept_in_bfloat16_between_steps() -> None:
+    """Its steps, and those of a resumed run, are those of one whose state is rounded after each step."""
+    few = {"curvature_every": 2, "inverse_every": 2}
+    low, resumed = (Run(KFACAdamW, cnn, state_dtype=torch.bfloat16, **few) for _ in range(2))
+    full = Run(KFACAdamW, cnn, **few)
+
+    def kept(run: Run) -> list[Tensor]:
+        states = run.optimizer.state.values()
+        lists = [[*s["curvature"].factors, *s["curvature"].bases, s["exp_avg"], s["exp_avg_sq"]] for s in states]
+        return [tensor for tensors in lists for tensor in tensors]
+
+    for step in range(6):
+        low.train(range(step, step + 1))
+        for tensor in kept(full.train(range(step, step + 1))):
+            tensor.copy_(tensor.bfloat16())
+        if step == 3:
+            resumed.load(low)
+    assert {tensor.dtype for tensor in kept(low)} == {torch.bfloat16}
+    for run in (full, resumed.train(range(4, 6))):
+        for a, b in zip(low.weights(), run.weights(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+    with pytest.raises(ValueError, match="have to forget"):
+        Run(KFACAdamW, cnn, state_dtype=torch.bfloat16, betas=(0.9, 0.999))
+
+
 @pytest.mark.parametrize("columns", [(), (2,)], ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("shape", [(7, 5), (4, 9), (7, 9), (8, 8)])

@@ -151,6 +151,7 @@ REFUSED: list[tuple[tuple[type, ...], str, Any, type[Exception], str]] = [
     (LIKE_SGD, "rms_clip", 0.0, ValueError, ""),
     ((KFACSGD,), "fisher", "true", ValueError, ""),
     ((KFACAdamW,), "approx", "sum", ValueError, ""),
+    ((KFACAdamW,), "state_dtype", torch.float16, ValueError, ""),
     ((EKFACSGD,), "max_factor_size", 0, ValueError, ""),
     ((DiagonalNewton,), "curvature", "variance", ValueError, ""),
     ((DiagonalNewton,), "mc_samples", 0, ValueError, ""),
