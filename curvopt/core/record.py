@@ -184,6 +184,7 @@ class ModelCall:
         name: of the module, for messages.
         samples: lengths that may be the number of samples, once the call has ended, the likeliest first: of a list of
             tensors (images, say) that is the first input, and of the batch axis. None of a call without tensors.
+        first: refers to the tensor whose rows are the samples, once the call has ended.
         forward: the forward pass of the model to which the call belongs, see `Model.forward`.
     """
 
@@ -192,6 +193,7 @@ class ModelCall:
     def __init__(self, model: Model):
         self.model, self.number, self.name = model, next(self._numbers), model.name
         self.forward, self.samples = model.forward, list[int]()
+        self.first: Callable[[], Tensor | None] = lambda: None
 
     def end(self, path: str, name: str, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         """Note the path of the module, and the arguments, among which are tensors."""
@@ -202,7 +204,9 @@ class ModelCall:
         self.forward = model.forward
         first = args[0] if args else next(iter(kwargs.values()), None)
         self.name, axis = name, model.batch_axis or 0
-        self.samples = [x.shape[axis] for x in tensors if x.dim() > axis][:1]
+        counted = next((x for x in tensors if x.dim() > axis), None)
+        if counted is not None:
+            self.samples, self.first = [counted.shape[axis]], TensorWeakRef(counted)
         if isinstance(first, list) and first and all(isinstance(x, Tensor) for x in first):
             self.samples.insert(0, len(first))
 

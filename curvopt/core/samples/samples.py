@@ -286,12 +286,29 @@ class _Batch:
             found.append(Layout(shape[0], n, prod(shape[2:])))
         if not fit and located is None:
             return None
+        if len(found) > 1 and not self.axis:
+            found = [each for each in found if not self._is_turned(edge, each)]
+            fit = fit if found else []
         if len(found) == 1 and fit:
             layout = found[0]
         else:
             proven = (each for each in found if self._is_proven(edge, each, located or {}))
             layout = next(proven, found[0] if fit else None)
         return layout if layout is None or n == N else layout._replace(labels=tuple(samples))
+
+    def _is_turned(self, edge: Edge, layout: Layout) -> bool:
+        """Whether layers that get the first input itself would have its samples along another axis than it has."""
+        axes = propagate_batch_axis({edge: layout}, layout.rows, complete=False)
+        for call in self.graph.module_calls.values():
+            of_model, args = call.call.model_call, call.call.args if call.call.is_held else ()
+            if of_model is None or call.single or not (args and args[0] is of_model.first()):
+                continue
+            for index, (node, nr, *_) in call.edges.items():
+                found, expected = axes.layouts.get((node, nr)), call.rule.output_axis(call.call, index)
+                axis = axis_of(shape_of(node, nr), found) if isinstance(found, Layout) else None
+                if axis is not None and isinstance(expected, int) and axis.index != expected:
+                    return True
+        return False
 
     def _is_proven(self, edge: Edge, layout: Layout, located: Heads) -> bool:
         """Whether the operations behind a tensor show that it has a layout.

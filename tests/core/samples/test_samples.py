@@ -347,11 +347,13 @@ def views_one_after_the_other(views: int, twice: bool) -> Program:
     return Program(m, lambda rows: classes(m(*x[:, rows]), y[:, rows].flatten()), 2)
 
 
-@program(shorter=(3,), longer=(8,))
-def output_with_the_time_first(T: int) -> Program:
+@program(shorter=(3, False), longer=(8, False), square=(4, False), square_of_linear_layers=(4, True))
+def output_with_the_time_first(T: int, linear: bool) -> Program:
+    """Outputs ``[T, N, C]``; where T = N, what layers get of the input shows which axis is which."""
     swapped = lambda *axes: Net(lambda _, x: x.transpose(*axes))  # noqa: E731
-    m = extend(nn.Sequential(nn.Conv1d(3, 5, 1), nn.Tanh(), swapped(1, 2), nn.Linear(5, 3), swapped(0, 1)))
-    x, y = torch.randn(4, 3, T), torch.randint(3, (T, 4))
+    first = [nn.Linear(3, 5), nn.Tanh()] if linear else [nn.Conv1d(3, 5, 1), nn.Tanh(), swapped(1, 2)]
+    m = extend(nn.Sequential(*first, nn.Linear(5, 3), swapped(0, 1)))
+    x, y = torch.randn(4, *((T, 3) if linear else (3, T))), torch.randint(3, (T, 4))
     return Program(m, lambda rows: classes(m(x[rows]).flatten(0, 1), y[:, rows].flatten()), 4)
 
 
