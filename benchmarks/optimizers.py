@@ -72,10 +72,11 @@ def adamw(model: nn.Module, lr: float, attached: Options) -> Optimizers:
 
 
 def muon(model: nn.Module, lr: float, attached: Options) -> Optimizers:
-    """For matrices but embeddings and the last layer; AdamW for all else, whose rates mean the same."""
+    """For matrices but embeddings and (of several) the last; AdamW for all else, whose rates mean the same."""
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim == 2 and p not in embeddings][:-1]
+    matrices = [p for p in trained if p.ndim == 2 and p not in embeddings]
+    matrices = matrices[:-1] or matrices
     rest = [p for p in trained if all(p is not matrix for matrix in matrices)]
     return [
         torch.optim.Muon(matrices, lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),

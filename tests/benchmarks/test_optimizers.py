@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterator
@@ -56,6 +57,9 @@ def test_losses_at_a_cost_are_interpolated_between_evaluations() -> None:
 @pytest.mark.parametrize("name", WITHOUT_FILES)
 def test_every_task_is_trained_and_its_costs_are_in_gradients(name: str, tmp_path: Path) -> None:
     run = bench.Run(job(tmp_path, name, "KFACAdamW", steps=6))
+    for method in bench.METHODS.values():
+        if name in method.tasks:
+            assert method.make(copy.deepcopy(run.plain), method.default, bench.TASKS[name].attached)
     before, frozen = run.losses(), [p.clone() for p in run.model.parameters() if not p.requires_grad]
     measured = run.measure()
     assert measured[-1]["train"] < before[0] and measured[-1]["held_out"] < before[1]
