@@ -20,12 +20,13 @@ from curvopt.core.graph import records_behind
 from curvopt.core.losses.any import loss_weight
 from curvopt.core.losses.known import KnownLoss, find_terms
 from curvopt.core.losses.roots import LossCurvature
-from curvopt.core.nodes import name_of, precisions, walk
+from curvopt.core.nodes import precisions
 from curvopt.core.record import TermCall
 from curvopt.core.vjp import listen, own_backward
 from curvopt.distributed import Ranks, mean_of
 from curvopt.errors import CurvoptError
 from curvopt.hessianfree.cg import dot
+from curvopt.hessianfree.lop import L_op, check_differentiable
 from curvopt.hessianfree.rop import linearise
 from curvopt.optim.closures import Closure
 
@@ -68,17 +69,9 @@ class Differentiated:
 
     def twice(self) -> Vector:
         """The gradient with its graph."""
-        with torch.enable_grad(), own_backward():
-            found = torch.autograd.grad(
-                self.roots, self.parameters, self.cotangents, create_graph=True, materialize_grads=True
-            )
-        nodes = [slope.grad_fn for slope in found if slope.grad_fn is not None]
-        if any(name_of(node) == "torch::autograd::Error" for node in walk(nodes)):
-            raise CurvoptError(
-                "HessianFree: PyTorch has no second derivative of an operation (a function in it is marked as "
-                "once_differentiable); write its backward with operations of PyTorch."
-            )
-        return list(found)
+        check_differentiable("HessianFree", self.roots)
+        with torch.enable_grad():
+            return list(L_op(self.roots, self.parameters, self.cotangents, detach=False))
 
     @property
     def weight(self) -> Tensor:
@@ -155,41 +148,36 @@ class QuadraticModel:
         return weight
 
     def product(self, v: Vector) -> Vector:
-        """``B v``: forwards through the network (R-operator), the Hessian of the loss, and backwards.
+        """``B v``.
 
         Raises:
             CurvoptError: if an operation of the network has no second derivative.
         """
-        if self.is_hessian:
-            Hv = mean_of(self._ranks, self._hessian_times(v))
-            return [Ht + shift * t for Ht, shift, t in zip(Hv, self.shifts, v, strict=True)]
         try:
-            Jv = self._jacobian(v)
+            Cv = self._hessian_times(v) if self.is_hessian else self._gauss_newton_times(v)
         except RuntimeError as error:
-            if not any(words in str(error) for words in ("derivative", "double backward")):
+            if isinstance(error, CurvoptError) or not any(w in str(error) for w in ("derivative", "double backward")):
                 raise
             raise CurvoptError(
                 f"HessianFree: PyTorch has no second derivative of an operation of the network ({error}). Attention "
                 "has one unless a kernel other than SDPBackend.MATH is chosen for it, cuDNN's recurrent nets with "
                 "torch.backends.cudnn.flags(enabled=False), compiled models before they are compiled."
             ) from error
-        HJv = [_hessian_product(*term) for term in zip(self._slopes, self._edges, Jv, strict=True)]
-        if not self._checked:
-            self._check_transposed(v, Jv)
-        Gv = mean_of(self._ranks, self._pulled_back(HJv))
-        return [Gt + shift * t for Gt, shift, t in zip(Gv, self.shifts, v, strict=True)]
+        return [Ct + shift * t for Ct, shift, t in zip(mean_of(self._ranks, Cv), self.shifts, v, strict=True)]
 
-    def _hessian_times(self, v: Vector) -> Vector:
+    def _hessian_times(self, v: Vector) -> Sequence[Tensor]:
         curved = [(slope, t) for slope, t in zip(self._gradient, v, strict=True) if slope.requires_grad]
         if not curved:
             return [torch.zeros_like(p) for p in self.parameters]
-        slopes, vectors = zip(*curved, strict=True)
-        try:
-            with own_backward():
-                found = torch.autograd.grad(slopes, self.parameters, vectors, retain_graph=True, materialize_grads=True)
-        except RuntimeError as error:
-            raise CurvoptError(f"HessianFree: PyTorch has no second derivative of an operation ({error}).") from error
-        return list(found)
+        return L_op([slope for slope, _ in curved], self.parameters, [t for _, t in curved])
+
+    def _gauss_newton_times(self, v: Vector) -> Sequence[Tensor]:
+        """Forwards through the network (R-operator), the Hessian of the loss, and backwards."""
+        Jv = self._jacobian(v)
+        HJv = [_hessian_product(*term) for term in zip(self._slopes, self._edges, Jv, strict=True)]
+        if not self._checked:
+            self._check_transposed(v, Jv)
+        return self._pulled_back(HJv)
 
     def _check_transposed(self, v: Vector, Jv: Sequence[Tensor]) -> None:
         """Check ``uᵀ (J v) = vᵀ (Jᵀ u)``: J v is wrong where a backward hides its operations from autograd."""
