@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partialmethod
 from typing import Any, Literal, Unpack
 
 import torch
@@ -152,7 +153,6 @@ class KroneckerSGD(CurvatureOptimizer, torch.optim.SGD):
 
     _quantity_of: type[Kronecker] = Kronecker
     _solver_of: type[Solver]
-    _interval: int
 
     def __init__(
         self,
@@ -164,8 +164,8 @@ class KroneckerSGD(CurvatureOptimizer, torch.optim.SGD):
         relative_damping: float = 0.5,
         ema: float = 0.98,
         rms_clip: float | None = 0.015,
-        curvature_every: int | None = None,
-        inverse_every: int | None = None,
+        curvature_every: int = 20,
+        inverse_every: int = 20,
         fisher: Fisher | None = None,
         approx: Approx = "expand",
         mc_samples: int = 1,
@@ -187,8 +187,8 @@ class KroneckerSGD(CurvatureOptimizer, torch.optim.SGD):
                 "relative_damping": relative_damping,
                 "ema": ema,
                 "rms_clip": rms_clip,
-                "curvature_every": self._interval if curvature_every is None else curvature_every,
-                "inverse_every": self._interval if inverse_every is None else inverse_every,
+                "curvature_every": curvature_every,
+                "inverse_every": inverse_every,
                 "on_nonfinite": on_nonfinite,
             },
             attached,
@@ -250,8 +250,8 @@ class KFACSGD(KroneckerSGD):
             (entries of ``param[0]``) count n / 128 times, as more of them add up in an output. The root mean square of
             a step is at most ``lr * rms_clip / (1 - momentum)``, 0.0075 with the defaults; that of Adam is at most
             about ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
-        curvature_every: steps between refreshes of the factors, reached gradually from 1; ``None`` means 20.
-        inverse_every: steps between refreshes of the inverses, reached gradually from 1; ``None`` means 20.
+        curvature_every: steps between refreshes of the factors, reached gradually from 1.
+        inverse_every: steps between refreshes of the inverses, reached gradually from 1.
         fisher: ``"empirical"`` takes each prediction's own gradient, ``"mc"`` one at a target drawn from the model,
             ``"exact"`` sweeps one vector per output (KFLR). The empirical matrix is no curvature at a minimum (Kunstner
             et al. 2019), but on the way it contains that predicted variables err together. So ``None`` takes it where
@@ -275,7 +275,6 @@ class KFACSGD(KroneckerSGD):
     """
 
     _solver_of = Inverse
-    _interval = 20
 
 
 class KroneckerAndScales(Kronecker):
@@ -406,8 +405,8 @@ class EKFACSGD(KroneckerSGD):
             (entries of ``param[0]``) count n / 128 times, as more of them add up in an output. The root mean square of
             a step is at most ``lr * rms_clip / (1 - momentum)``, 0.0075 with the defaults; that of Adam is at most
             about ``lr``. Without any curvature, gradients of all parameters together are scaled to it, also up.
-        curvature_every: steps between refreshes of factors and scales, reached gradually from 1; ``None`` means 10.
-        inverse_every: steps between checks of the bases, reached gradually from 1; ``None`` means 10.
+        curvature_every: steps between refreshes of factors and scales, reached gradually from 1.
+        inverse_every: steps between checks of the bases, reached gradually from 1.
         fisher: ``"empirical"`` takes each prediction's own gradient, ``"mc"`` one at a target drawn from the model,
             ``"exact"`` sweeps one vector per output (KFLR). The empirical matrix is no curvature at a minimum (Kunstner
             et al. 2019), but on the way it contains that predicted variables err together. So ``None`` takes it where
@@ -432,7 +431,7 @@ class EKFACSGD(KroneckerSGD):
 
     _quantity_of = KroneckerAndScales
     _solver_of = ScaledEigenbasis
-    _interval = 10
+    __init__ = partialmethod(KroneckerSGD.__init__, curvature_every=10, inverse_every=10)  # pyright: ignore[reportAssignmentType]
 
 
 class _NoStep(torch.optim.Optimizer):
