@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import Net
+from checks import Calls
 from optimizer_cases import (
     EXACT,
     OPTIMIZERS,
@@ -222,6 +223,15 @@ def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nes
             q.grad = product / weight * rms_clip_factor(rms, run.optimizer.rms_clip)
         sgd.step()
         assert_close(run.weights(), [q.detach() for q in twin])
+
+
+@pytest.mark.parametrize(("make", "call"), [(KFACSGD, "_fused_sgd_"), (KFACAdamW, "_fused_adamw_")])
+def test_a_step_on_the_cpu_moves_all_parameters_by_one_call(make: Callable, call: str) -> None:
+    run = Run(make).train(1)
+    run.backward(1)
+    with Calls() as calls:
+        run.optimizer.step()
+    assert [name for name, _ in calls.entries].count(call) == 1
 
 
 @every_optimizer
