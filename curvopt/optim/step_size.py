@@ -56,11 +56,7 @@ def rms_clip_factor(rms: Tensor, rms_clip: float | Tensor | None, limit: float =
 
 def moments(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Sums ``[3]`` of ``uᵀg``, ``uᵀu`` and ``gᵀg`` over pairs ``u, g`` of vectors."""
-    joined: list[tuple[Tensor, Tensor]] = []
-    for device, own in by_device(pairs).items():
-        # calls cost more than copies there
-        joined += own if device.type == "cpu" else [(torch.cat([u for u, _ in own]), torch.cat([g for _, g in own]))]
-    dots = [dot for u, g in joined for dot in (u.dot(g), u.dot(u), g.dot(g))]
+    dots = [dot for u, g in pairs for dot in (u.dot(g), u.dot(u), g.dot(g))]
     return torch.stack([dot.to(dots[0]) for dot in dots]).view(-1, 3).sum(0)
 
 
