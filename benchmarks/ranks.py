@@ -1,19 +1,23 @@
-"""Bytes that a rank sends in a step: measured with gloo for 1 to 4 ranks, and by formula for up to 512.
+"""Bytes that a rank sends in a step, and its time: measured with gloo for 1 to 4 ranks, and by formula for up to 512.
 
 Linear layers are trained under ``DistributedDataParallel`` and ``fully_shard``, by SGD and by optimizers of curvature,
 these also with ``communication_dtype=torch.bfloat16``, whose effect on steps and losses is measured on 2 and 3 ranks.
 Every byte that passes the loopback device in a step is counted, so nothing else may use it: run it in a container, or
 by ``unshare -n sh -c 'ip link set lo up && python -m benchmarks.ranks'``. Formulas: docs/distributed.md.
+
+The time of a plain step of `KFACSGD` under ``fully_shard`` is that of Python, of the largest share of the products, of
+transfers that wait for each other, and of their bytes. These are measured by themselves, in turn with the whole.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.timing import RESULTS, machine, save
-from curvopt.distributed import Ranks
+from curvopt.distributed import Ranks, divide_rows
 from curvopt.optim import EKFACSGD, KFACSGD
 from curvopt.utils.compression import half, whole
 
@@ -43,6 +47,12 @@ NAMES = ("SGD", *(name + low for name in ("KFACSGD", "EKFACSGD") for low in LOW)
 #: Bytes a second that a rank sends, and what does that.
 LINKS = {"25 Gbit/s Ethernet": 3e9, "400 Gbit/s InfiniBand": 50e9, "NVLink of an H100": 450e9}
 COUNTS = (1, 2, 3, 4, 8, 64, 512)
+#: Transfers of a plain step under ``fully_shard``; one more where rows of a matrix have several owners.
+TRANSFERS = 5
+#: Seconds that ranks of several machines wait for a transfer of a few bytes.
+LATENCY = 20e-6
+#: Products of a GPU in a second, in flops.
+PRODUCTS = 1e14
 COLOURS = {"SGD": "#000000", "KFACSGD": "#0072B2", "EKFACSGD": "#D55E00"}
 STYLES = {"": "-", ", bfloat16": ":"}
 
@@ -63,6 +73,8 @@ class Settings:
     """Steps after which losses with and without ``communication_dtype`` are compared."""
     interval: int = 20
     """Steps between refreshes, for the means."""
+    repetitions: int = 60
+    """Of a step whose time is measured, of a model of twice the width."""
     out: Path = RESULTS
     """Folder for the results and the figure."""
     worker: Path | None = None
@@ -86,6 +98,34 @@ def sent_by_formula(model: str, optimizer: str, ranks: int, P: float, F: float, 
         factors += F * half  # inverses
     total += factors / interval + (2 * P / ranks if sharded else 0)
     return total * (ranks - 1) / ranks
+
+
+def largest_share(shapes: Sequence[Sequence[int]], ranks: int) -> float:
+    """Of the work of `KFACSGD` with blocks of 128: that of the rank with the most."""
+    optimizer = KFACSGD([nn.Parameter(torch.zeros(2, 2))])
+    quantity, params = optimizer._quantity, [torch.empty(shape, device="meta") for shape in shapes]
+    costs = [quantity.cost(p, optimizer.inverse_every) for p in params]
+    loads = [0] * ranks
+    divide_rows(costs, [(p.shape[0], quantity.rows_together(p)) for p in params], ranks, loads)
+    return max(loads) / sum(costs)
+
+
+def seconds_of_step(
+    ranks: int, share: float, P: float, python: float, products: float, latency: float, bandwidth: float
+) -> float:
+    """Of a plain step of `KFACSGD` under ``fully_shard``, none of whose parts overlap.
+
+    Args:
+        ranks: number of ranks.
+        share: the largest part of the products that a rank takes.
+        P: number of parameters, of 4 bytes.
+        python: seconds that do not depend on the model.
+        products: seconds of all products.
+        latency: of a transfer.
+        bandwidth: bytes that a rank sends in a second.
+    """
+    sent = 4 * P * (1 / ranks + share) * (ranks - 1) / ranks  # its shards of the gradients, and the changes that it has
+    return python + products * share + (TRANSFERS * latency + sent / bandwidth if ranks > 1 else 0)
 
 
 def loopback() -> int:
@@ -200,13 +240,64 @@ def packing() -> dict[str, dict[str, float]]:
     return found
 
 
+def trained(settings: Settings, width: int, sharded: bool) -> Callable[[], Any]:
+    """The steps of an optimizer whose next refresh is far off, in this process alone or of all ranks together."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential()
+    for _ in range(settings.depth):
+        net.extend([nn.Linear(width, width, bias=False), nn.Tanh()])
+    net = wrapped(net, "fully_shard") if sharded else net
+    optimizer, x, y = KFACSGD(net, curvature_every=10_000), torch.randn(64, width), torch.randint(width, (64,))
+    if not sharded:
+        optimizer.process_group = None
+    for _ in range(26):  # refreshes are at 0, 1, 5, 25 and 125
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    return optimizer.step
+
+
+def times(settings: Settings) -> dict[str, float]:
+    """Medians of the seconds of a plain step under ``fully_shard``, and of its parts, which are measured in turn."""
+    ranks, width = dist.get_world_size(), 2 * settings.width
+    few, many = torch.zeros(8), torch.zeros(2**21)
+    received = torch.zeros_like(many)
+    calls = {
+        "step": trained(settings, width, ranks > 1),
+        "whole": trained(settings, width, False),
+        "python": trained(settings, 8, False),
+        "latency": lambda: dist.all_reduce(few),
+        "bytes": lambda: dist.all_to_all_single(received, many),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(settings.repetitions):
+        for name, call in calls.items():
+            dist.barrier()
+            start = perf_counter()
+            call()
+            dist.barrier()
+            taken[name].append(perf_counter() - start)
+        start = perf_counter()
+        dist.barrier()
+        taken.setdefault("barrier", []).append(perf_counter() - start)
+    found = {name: statistics.median(each) for name, each in taken.items()}
+    waits = found.pop("barrier")
+    found = {name: seconds - waits for name, seconds in found.items()}
+    bandwidth = 4 * len(many) * (ranks - 1) / ranks / max(found["bytes"] - found["latency"], 1e-9)
+    shapes = settings.depth * [(width, width)]
+    products = found["whole"] - found["python"]
+    P, share = settings.depth * width**2, largest_share(shapes, ranks)
+    model = seconds_of_step(ranks, share, P, found["python"], products, found["latency"], bandwidth)
+    return found | {"bandwidth": bandwidth, "share": share, "model": model}
+
+
 def work(settings: Settings) -> None:
     """In each process: measure, and write on the first one."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     found: dict[str, Any] = {model: {name: volumes(settings, model, name) for name in NAMES} for model in MODELS}
     found["effects"] = {model: effects(settings, model) for model in MODELS} if dist.get_world_size() in (2, 3) else {}
-    found["packing"] = packing()
+    found["packing"], found["times"] = packing(), times(settings)
     if dist.get_rank() == 0 and settings.worker is not None:
         settings.worker.write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -216,14 +307,16 @@ def measure(settings: Settings, ranks: int) -> tuple[dict[str, Any], dict[str, A
     """Bytes that a rank sends in a step, by model and optimizer; and `effects` and `packing`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "volumes.json"
-        given = {name: getattr(settings, name) for name in ("width", "depth", "steps", "training")} | {"worker": path}
+        given = {name: getattr(settings, name) for name in ("width", "depth", "steps", "training", "repetitions")} | {
+            "worker": path
+        }
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "benchmarks.ranks"]
         options = [f"--{name}={value}" for name, value in given.items()]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, *command, *options], check=True, env=environment)
         steps = json.loads(path.read_text())
     result: dict[str, dict[str, dict[str, float]]] = {}
-    of_dtypes = {name: steps.pop(name) for name in ("effects", "packing")}
+    of_dtypes = {name: steps.pop(name) for name in ("effects", "packing", "times")}
     for model, by_name in steps.items():
         for name, found in by_name.items():
             least, most = min(found[1:]) / ranks, max(found[1:]) / ranks  # the first step tells the shapes, too
@@ -252,13 +345,24 @@ def draw(settings: Settings, measured: Mapping[int, Any], path: Path) -> None:
             axis.plot(*zip(*dots, strict=True), "o", color=colour, markersize=4)
         axis.set_title(f"{model}: sent by a rank in a step,\nin sizes of the model", fontsize=9)
         axis.set_ylim(bottom=0)
-    P, F = 12 * 24 * 2048**2, 2 * 24 * 128 * 2048 * 9  # a transformer of 24 blocks of width 2048, blocks of 128
-    for model, style in zip(MODELS, ("--", "-"), strict=True):
-        for link, colour in zip(LINKS, ("#CC79A7", "#E69F00", "#009E73"), strict=True):
-            both = [[sent_by_formula(model, name, r, P, F, 20) for name in ("KFACSGD", "SGD")] for r in COUNTS]
-            ms = [1e3 * 4 * (ours - sgd) / LINKS[link] for ours, sgd in both[1:]]
-            axes[2].plot(COUNTS[1:], ms, style, color=colour, label=link if style == "-" else None)
+    # a transformer of 24 blocks of width 2048, blocks of 128
+    shapes = 24 * [(6144, 2048), (2048, 2048), (8192, 2048), (2048, 8192)]
+    P, F = 12 * 24 * 2048**2, 2 * 24 * 128 * 2048 * 9
+    products, counts = 4 * 128 * P / PRODUCTS, COUNTS[1:]
+    shares = {r: largest_share(shapes, r) for r in counts}
+    for link, colour in zip(LINKS, ("#CC79A7", "#E69F00", "#009E73"), strict=True):
+        ddp, sharded = [], []
+        for r in counts:
+            refresh = 4 * F / settings.interval * (r - 1) / r / LINKS[link]
+            ddp.append(1e3 * (products + 3 * refresh))
+            plain = seconds_of_step(r, shares[r], P, 0.0, products, LATENCY, LINKS[link])
+            sharded.append(1e3 * (plain + refresh))
+        axes[2].plot(counts, ddp, "--", color=colour)
+        axes[2].plot(counts, sharded, color=colour, label=link)
+    axes[2].plot(counts, [1e3 * products * shares[r] for r in counts], ":", color="0.4", label="products")
+    axes[2].axhline(1e3 * TRANSFERS * LATENCY, linestyle="-.", color="0.4", label="waiting")
     axes[2].set_yscale("log")
+    axes[2].set_ylim(bottom=1e-4)  # room for the legend
     axes[2].set_title("KFACSGD beyond SGD, 1.2 billion parameters:\nms a step (dashed: DDP)", fontsize=9)
     for axis in axes:
         axis.set_xscale("log", base=2)
@@ -298,9 +402,13 @@ def main() -> None:
     for ranks, (_, of_dtypes) in both.items():
         for shape, found in of_dtypes["packing"].items():
             print(f"| {ranks} | {shape} | {' | '.join(f'{ms:.2f}' for ms in found.values())} |")
+    seconds = {ranks: of_dtypes.pop("times") for ranks, (_, of_dtypes) in both.items()}
+    print("\n| ranks | " + " | ".join(seconds[settings.ranks[0]]) + " |\n|" + "---|" * 9)
+    for ranks, found in seconds.items():
+        print(f"| {ranks} | {' | '.join(f'{number:.3g}' for number in found.values())} |")
     content = {"machine": machine(), "width": settings.width, "depth": settings.depth, "interval": settings.interval}
     of_dtypes = {"training": settings.training, "dtypes": {ranks: each for ranks, (_, each) in both.items()}}
-    save(settings.out / "ranks.json", content | {"bytes": measured} | of_dtypes)
+    save(settings.out / "ranks.json", content | {"bytes": measured, "times": seconds} | of_dtypes)
     draw(settings, measured, settings.out / "ranks.png")
     print(f"\nresults: {settings.out / 'ranks.json'}, {settings.out / 'ranks.png'}")
 
