@@ -134,8 +134,7 @@ class Shards(Replicas):
         kinds: of the curvature of each parameter, once it was collected.
         begun: whether a backward since the last step has computed curvature, on any rank.
         received: parameters of which curvature was last exchanged.
-        zeros: what stands in steps for the parameters that this rank owns; kept, and so is the memory of their steps.
-        stand_ins: in a step, those of them that have a gradient.
+        stand_ins: in a step, what stands for the parameters that have a gradient and are owned.
     """
 
     def __init__(self, optimizer: Any, kinds: Mapping[Tensor, str]):
@@ -161,7 +160,6 @@ class Shards(Replicas):
         self._kinds = {p: kind for p, kind in kinds.items() if p in self.rows}
         self.begun, self.received = False, set[Tensor]()
         self.gathered: dict[Tensor, Tensor] = {}
-        self.zeros: dict[Tensor, Tensor] = {}
         self.stand_ins: dict[Tensor, Tensor] = {}
         self.dtypes = list(dict.fromkeys(p.dtype for p in self.params))
         self._forget_states_of_other_ranks(optimizer.state)
@@ -544,14 +542,15 @@ class Shards(Replicas):
         """Inside, the optimizer has the parameters that this rank owns, whole, at zero, with their gradients."""
         self.begun = False
         gradients = self.whole({p: grad.to_local() for p, grad in grads.items()})
-        mine, zeros = [p for p in self.params if self.owns(p)], self.zeros
-        for p in mine if not zeros else ():
-            start, stop = self.rows[p][self.rank]
-            zeros[p] = nn.Parameter(torch.empty((stop - start, *p.shape[1:]), dtype=p.dtype, device=self.ranks.device))
-        for p, each in zeros.items():
-            each.zero_()
-            each.grad = gradients.get(p)
+        mine, device = [p for p in self.params if self.owns(p)], self.ranks.device
+        zeros: dict[Tensor, Tensor] = {
+            p: nn.Parameter(torch.zeros((stop - start, *p.shape[1:]), dtype=p.dtype, device=device))
+            for p in mine
+            for start, stop in [self.rows[p][self.rank]]
+        }
         self.pieces = {zeros[p]: i for i, p in enumerate(self.divided) if p in zeros}
+        for p, grad in gradients.items():
+            zeros[p].grad = grad
         collected.curvature = {zeros[p]: each for p, each in collected.curvature.items()}
         collected.ages = {zeros[p]: age for p, age in collected.ages.items() if p in zeros}
         before = [(group["params"], group.get("param_names")) for group in optimizer.param_groups]
@@ -580,8 +579,6 @@ class Shards(Replicas):
                 grads[p].to_local().copy_(change)
             else:
                 p.to_local().add_(change)  # type: ignore[attr-defined]
-        for each in stand_ins.values():
-            each.grad = None
         self.stand_ins = {}
 
 
