@@ -215,7 +215,7 @@ def test_options_of_optimizers_are_those_of_their_signatures() -> None:
             "model",
             "attached",
             "options",
-            *("maximize", "differentiable", "capturable"),
+            *("maximize", "differentiable", "capturable", "state_dtype"),
         }
     tuned = OPTIMIZERS["sgd"]().resolved({"lr": 0.3})
     assert tuned.lr == 0.3 and OPTIMIZERS["sgd"](lr=0.2).resolved({"lr": 0.3}).lr == 0.2  # pyright: ignore
