@@ -215,7 +215,8 @@ def test_options_of_optimizers_are_those_of_their_signatures() -> None:
             "model",
             "attached",
             "options",
-            *("maximize", "differentiable", "capturable", "state_dtype"),
+            "state_dtype",  # a torch.dtype, which a command line cannot give
+            *("maximize", "differentiable", "capturable"),
         }
     tuned = OPTIMIZERS["sgd"]().resolved({"lr": 0.3})
     assert tuned.lr == 0.3 and OPTIMIZERS["sgd"](lr=0.2).resolved({"lr": 0.3}).lr == 0.2  # pyright: ignore
