@@ -247,6 +247,19 @@ def test_products_work_without_the_graph_and_after_an_update(extension: type):
         assert torch.equal(dense(getattr(p, extension.field), p), matrix)
 
 
+def test_positive_curvature_has_what_activations_between_the_model_and_the_loss_add():
+    model, x, y = extend(nn.Linear(3, 2).double()), torch.randn(4, 3).double(), torch.rand(4, 2).double()
+    with backpack(PCHMP()):
+        F.mse_loss(model(x).tanh().tanh(), y).backward()
+    u = model(x).tanh().detach()
+    t = u.tanh()
+    slopes, error = (1 - u * u, 1 - t * t), (t - y) / 4
+    ggn = (slopes[0] * slopes[1]).square() / 4
+    inner, outer = error * slopes[1] * (-2 * u * slopes[0]), error * (-2 * t * slopes[1])
+    expected = ggn + inner.clamp(min=0) + outer.clamp(min=0) * slopes[0].square()
+    compare(dense(model.bias.pchmp, model.bias), expected.sum(0).diag(), "bias.pchmp")
+
+
 def test_unknown_replacement_is_refused():
     with pytest.raises(ValueError, match=r"PCHMP.*'flip'"):
         PCHMP(modify="flip")
