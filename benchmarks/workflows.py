@@ -80,7 +80,10 @@ def timed(name: str, make: Make, steps: int) -> tuple[list[float], list[float]]:
 
 
 def equal_time(steps: int) -> str:
-    """At how many workflows an optimizer is below the better of two rates of AdamW, at equal steps and at its time."""
+    """At how many workflows an optimizer is below the better of two rates of AdamW, at equal steps and at its time.
+
+    Times are good to a tenth, so the latter varies by two or three.
+    """
     counts = {name: [0, 0] for name in ("KFACSGD", "KFACAdamW")}
     for workflow in WORKFLOWS:
         rivals = [timed(workflow, partial(adamw, lr=lr), steps) for lr in (1e-3, 3e-3)]
@@ -122,6 +125,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--page", type=Path, default=Path(__file__).parents[1] / "docs" / "workflows.md")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # waiting threads would count as time
     page = options.page.read_text()
     page = replaced(page, "table", table(options.steps))
     options.page.write_text(replaced(page, "time", fill(equal_time(100), 98, break_on_hyphens=False)))
