@@ -456,24 +456,22 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         return self._stacks.setdefault(group, Stacks(self._solver.field)).of(params, self.state)
 
     def _check_precision(self, params: Iterable[Tensor] | None = None) -> None:
-        """Refuse parameters that have another precision than their state.
+        """Refuse parameters that have another precision than their curvature.
 
         Raises:
             CurvoptError: if there is one.
         """
         for param, state in self.state.items():  # not by parameter: hashes of tensors are slow
-            factors = state[CURVATURE].factors if CURVATURE in state else None
-            moments = [each for each in state.values() if isinstance(each, Tensor) and 0 < each.ndim == param.ndim]
-            full = torch.promote_types(param.dtype, torch.float32)
-            for kept, now in ((factors, full), (moments, param.dtype)):
-                if not kept or kept[0].dtype in (now, param.dtype, self.state_dtype):
-                    continue
-                if any(param is each for each in (self._params() if params is None else params)):
-                    raise CurvoptError(
-                        f"{self._names()[param]}: {type(self).__name__} keeps its state in {kept[0].dtype}, but the "
-                        f"parameter is now of {param.dtype}; after a change of the model's precision call "
-                        "optimizer.load_state_dict(optimizer.state_dict()). Parameters and state are unchanged."
-                    )
+            kept = state[CURVATURE].factors if CURVATURE in state else None
+            if not kept or kept[0].dtype in (param.dtype, self.state_dtype):
+                continue
+            now = torch.promote_types(param.dtype, torch.float32)
+            if kept[0].dtype != now and any(param is each for each in (self._params() if params is None else params)):
+                raise CurvoptError(
+                    f"{self._names()[param]}: {type(self).__name__} keeps its curvature in {kept[0].dtype}, but the "
+                    f"parameter is now of {now}; after a change of the model's precision call "
+                    "optimizer.load_state_dict(optimizer.state_dict()). Parameters and state are unchanged."
+                )
 
     def _accepted(
         self, ranks: Alone, grads: dict[Tensor, Tensor], collected: Collected, joined: Joined

@@ -599,16 +599,15 @@ def test_a_run_goes_on_in_another_precision(make: Callable, dtypes: tuple[torch.
 
 
 @pytest.mark.parametrize("steps", [4, 5])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["KFACSGD", "EKFACSGD", "DiagonalNewton", "KFACAdamW"])
-def test_a_model_that_changes_its_precision_says_what_to_do(name: str, dtype: torch.dtype, steps: int) -> None:
+def test_a_model_that_changes_its_precision_says_what_to_do(name: str, steps: int) -> None:
     """Whether the next step refreshes the curvature or not."""
     run = Run(OPTIMIZERS[name]).train(steps)
     assert run.optimizer._curvature.is_due() == (steps == 5)
-    run.model.to(dtype)
-    run.x = run.x.to(dtype)
+    run.model.double()
+    run.x = run.x.double()
     before = run.weights()
-    with pytest.raises(CurvoptError, match=r"keeps its state in torch\.float32.*load_state_dict"):
+    with pytest.raises(CurvoptError, match=r"keeps its curvature in torch\.float32.*load_state_dict"):
         run.train(1)
     assert_equal(before, run.weights())
     run.optimizer.load_state_dict(run.optimizer.state_dict())
