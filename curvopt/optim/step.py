@@ -638,7 +638,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._say(
                 "overdue",
                 "takes steps with old curvature: its refresh is overdue, but no backward computed any. "
-                f"{WITHOUT_BACKWARD}",
+                + WITHOUT_BACKWARD,
             )
 
     # --- reports and checkpoints --------------------------------------------------------------------------------

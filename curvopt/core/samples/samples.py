@@ -286,7 +286,7 @@ class _Batch:
             found.append(Layout(shape[0], n, prod(shape[2:])))
         if not fit and located is None:
             return None
-        if len(found) > 1 and not self.axis:
+        if fit and 1 < len(found) and 1 < n and not self.axis:  # [N, N, ...]
             found = [each for each in found if not self._is_turned(edge, each)]
             fit = fit if found else []
         if len(found) == 1 and fit:

@@ -347,6 +347,14 @@ def views_one_after_the_other(views: int, twice: bool) -> Program:
     return Program(m, lambda rows: classes(m(*x[:, rows]), y[:, rows].flatten()), 2)
 
 
+@program()
+def one_row_of_a_model_that_has_the_time_first() -> Program:
+    """All that depends on data is of the only sample, whichever axis layers take for that of the samples."""
+    m = extend(Net(lambda m, x: m.net(x)[0].transpose(0, 1), net=nn.GRU(3, 2)))
+    x, y = torch.randn(1, 4, 3), torch.randn(4, 1, 2)
+    return Program(m, lambda rows: squares(m(x[rows]), y), 1, second=())
+
+
 @program(shorter=(3, False), longer=(8, False), square=(4, False), square_of_linear_layers=(4, True))
 def output_with_the_time_first(T: int, linear: bool) -> Program:
     """Outputs ``[T, N, C]``; where T = N, what layers get of the input shows which axis is which."""
