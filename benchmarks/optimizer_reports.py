@@ -111,6 +111,39 @@ def verdict(results: dict[str, Result]) -> str:
     return "\n".join(lines)
 
 
+def over_adamw(results: dict[str, Result], column: Column, name: str) -> list[float]:
+    """Losses over those of tuned AdamW, on the tasks that an optimizer runs on; infinite where a run has none."""
+    pairs = [
+        (mean(r, column, name), mean(r, ("AdamW", "tuned"), name))
+        for r in results.values()
+        if column[0] in r["methods"]
+    ]
+    return [math.inf if loss is None else loss / base for loss, base in pairs if base is not None]
+
+
+def counts(results: dict[str, Result]) -> str:
+    """On how many tasks each optimizer is below tuned AdamW at its cost, and the loss over AdamW's in the middle."""
+    lines = [
+        "| | tasks | tuned, training | tuned, held out | defaults, training | defaults, held out "
+        "| step, in gradients | state, in parameters |",
+        "|---" * 8 + "|",
+    ]
+    for method in dict.fromkeys(name for result in results.values() for name in result["methods"]):
+        found = [result["methods"][method] for result in results.values() if method in result["methods"]]
+        cells = [method, str(len(found))]
+        for how in ("tuned", "defaults"):
+            for name in ("train_at_cost", "held_out_at_cost"):
+                ratios = over_adamw(results, (method, how), name)
+                below = sum(ratio < 1 for ratio in ratios)
+                trivial = (method, how) == ("AdamW", "tuned") or (how == "tuned" and found[0]["lr"] is None)
+                cells.append("–" if trivial else f"{below} ({_show(statistics.median(ratios), '.2g')})")
+        for what in ("step", "state"):
+            values = [row["defaults"][what] for row in found if row["defaults"][what] is not None]
+            cells.append(f"{min(values):.1f} to {max(values):.1f}" if values else "–")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def draw(results: dict[str, Result], path: Path) -> None:
     """A dot a task: loss at AdamW's cost over that of tuned AdamW, for each optimizer."""
     import matplotlib
@@ -122,11 +155,7 @@ def draw(results: dict[str, Result], path: Path) -> None:
     for axis, name, title in zip(axes, ("train_at_cost", "held_out_at_cost"), ("training", "held out"), strict=True):
         for place, (column, colour) in enumerate(ROWS.items()):
             axis.axhline(place, color="0.92", zorder=0)
-            for result in results.values():
-                loss, base = mean(result, column, name), mean(result, ("AdamW", "tuned"), name)
-                if loss is None or base is None:
-                    continue
-                ratio = loss / base
+            for ratio in over_adamw(results, column, name):
                 marker = "<" if ratio < LEAST else ">" if ratio > MOST else "o"
                 axis.plot(min(max(ratio, LEAST), MOST), place, marker, color=colour, markersize=6, alpha=0.8)
         axis.axvline(1, color="0.4", linewidth=0.8)
@@ -149,17 +178,20 @@ def load(path: Path) -> Result:
 
 
 def write(path: Path, page: Path, tasks: int) -> str:
-    """Write the tables beside the results, and table and figure of the page if it has all tasks; return the tables."""
+    """Write the tables beside the results, and tables and figure of the page if it has all tasks; return the tables."""
     results = load(path)
     text = "\n\n".join(
         [
             f"`python -m benchmarks.optimizers` at commit {results['commit']}. At AdamW's cost:",
             verdict(results["tasks"]),
+            "Below tuned AdamW at its cost, and the loss over AdamW's in the middle of the tasks:",
+            counts(results["tasks"]),
             *map(markdown, results["tasks"].values()),
         ]
     )
     path.with_suffix(".md").write_text(text + "\n")
     if len(results["tasks"]) == tasks and page.exists():
-        page.write_text(replaced(page.read_text(), "table", verdict(results["tasks"])))
+        text_of_page = replaced(page.read_text(), "table", verdict(results["tasks"]))
+        page.write_text(replaced(text_of_page, "counts", counts(results["tasks"])))
         draw(results["tasks"], page.parent / "_static" / "optimizers.png")
     return text

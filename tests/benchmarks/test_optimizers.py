@@ -123,7 +123,7 @@ def test_the_command_resumes_and_does_not_mix_commits(
     commit, page = ["first"], tmp_path / "page.md"
     monkeypatch.setattr(bench, "commit_of_code", lambda: commit[0])
     monkeypatch.setattr(bench, "REPORTED", (1, 2))
-    page.write_text("Before\n<!-- table -->\nold\n<!-- end of table -->\nAfter\n")
+    page.write_text("Before\n<!-- table -->\nold\n<!-- end of table -->\n<!-- counts -->\n<!-- end of counts -->\nAfter\n")
     out = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path), "--page", str(page)]
     threads = torch.get_num_threads()
 
@@ -157,7 +157,7 @@ def test_the_command_resumes_and_does_not_mix_commits(
     commit[0] = "second"
     (tmp_path / "optimizers.json").write_text(json.dumps({"commit": "first", "tasks": {"gone": {}}}))
     assert list(run("KFACSGD")["tasks"]) == ["mlp"]
-    assert "| Small | " in page.read_text() and "After" in page.read_text()
+    assert "| Small | " in page.read_text() and "| KFACSGD | 1 | " in page.read_text() and "After" in page.read_text()
     assert (tmp_path / "_static" / "optimizers.png").stat().st_size > 0
     capsys.readouterr()
     bench.main(["--task", "mlp", "--plan", *out])
