@@ -123,7 +123,9 @@ def test_the_command_resumes_and_does_not_mix_commits(
     commit, page = ["first"], tmp_path / "page.md"
     monkeypatch.setattr(bench, "commit_of_code", lambda: commit[0])
     monkeypatch.setattr(bench, "REPORTED", (1, 2))
-    page.write_text("Before\n<!-- table -->\nold\n<!-- end of table -->\n<!-- counts -->\n<!-- end of counts -->\nAfter\n")
+    page.write_text(
+        "Before\n<!-- table -->\nold\n<!-- end of table -->\n<!-- counts -->\n<!-- end of counts -->\nAfter\n"
+    )
     out = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path), "--page", str(page)]
     threads = torch.get_num_threads()
 
