@@ -151,6 +151,18 @@ class Run:
         return [[*curvature_of(self.optimizer.state[p]).factors] for p in self.model.parameters()]
 
 
+def counters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint holds of a run and of no parameter."""
+    return optimizer.state_dict()["param_groups"][0]["run"]
+
+
+def resume_with(optimizer: torch.optim.Optimizer, **changed: Any) -> None:
+    """Loads the state that there is, some of whose counters are changed."""
+    state = optimizer.state_dict()
+    state["param_groups"][0]["run"] |= changed
+    optimizer.load_state_dict(state)
+
+
 def covered(optimizer: Any) -> bool:
     """Whether every parameter has curvature."""
     return "none" not in optimizer.coverage().values()

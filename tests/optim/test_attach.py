@@ -23,11 +23,13 @@ from optimizer_cases import (
     assert_close,
     assert_equal,
     cnn,
+    counters,
     covered,
     descend,
     digits,
     exact_optimizer,
     mlp,
+    resume_with,
     silent,
 )
 from torch import Tensor, nn
@@ -41,6 +43,7 @@ from curvopt.extensions.base import Extension
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.diagonal_newton import CurvatureDiagonal
 from curvopt.optim.empirical import GradientDiagonal, RowDiagonal
+from curvopt.optim.kfac import Kronecker
 from curvopt.optim.state import curvature_of
 
 Y = torch.arange(64) % 3
@@ -107,7 +110,7 @@ def test_a_state_loaded_between_accumulated_backwards_leaves_what_belongs_to_the
 
 def test_other_calls_into_autograd_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(KFACSGD)
-    monkeypatch.setattr(run.optimizer._quantity, "extensions", lambda _: pytest.fail("curvature was computed"))
+    monkeypatch.setattr(Kronecker, "extensions", lambda *_: pytest.fail("curvature was computed"))
     x = run.x[:4].clone().requires_grad_()
     torch.autograd.grad(run.lossfunc(run.model(x), run.y[:4]), list(run.model.parameters()))
     run.lossfunc(run.model(x), run.y[:4]).backward(inputs=[x])  # an attack on the input
@@ -247,7 +250,7 @@ def test_a_generator_and_its_critic(zero: str) -> None:
     weights, optimizers = train(False)
     assert_equal(weights, train(True)[0])
     for optimizer in optimizers:
-        assert min(optimizer._run.due) >= 12 and set(optimizer.coverage().values()) == {
+        assert min(counters(optimizer)["due"]) >= 12 and set(optimizer.coverage().values()) == {
             "kronecker",
             "dense",
         }
@@ -314,7 +317,11 @@ def test_an_error_of_one_context_leaves_nothing_of_the_others() -> None:
     with pytest.raises(CurvoptError, match="grad_batch needs independent samples"), backpack(BatchGrad()):
         run.loss(0).backward()
     assert all(not vars(p) for p in run.model.parameters())
-    assert not run.optimizer._curvature.collected.curvature
+    for p in run.model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.warns(CurvoptWarning, match="takes plain gradients"):
+        run.optimizer.step()
+    assert set(run.optimizer.coverage().values()) == {"none"}
     run.train(2)
 
 
@@ -591,8 +598,8 @@ def test_a_model_records_while_an_optimizer_is_due() -> None:
     gc.collect()  # optimizers of other tests, which may be due
     model, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(8, 4), torch.randint(3, (8,))
     optimizers = [KFACSGD(model, curvature_every=every) for every in (4, 6)]
-    for _ in range(18):
-        due = any(optimizer._curvature.is_due() for optimizer in optimizers)
+    for step in range(18):
+        due = not all(optimizer.state and min(counters(optimizer)["due"]) > step for optimizer in optimizers)
         z = model(x)
         assert records(z) == due
         with backpack():
@@ -618,13 +625,15 @@ def test_curvature_does_not_depend_on_when_other_models_on_the_way_to_the_loss_a
                 optimizers[1].step()
                 critic.load_state_dict(kept)
             optimizers[1].zero_grad()
-            optimizers[1]._curvature.run.due = [1000] * 4
-            assert not optimizers[1]._curvature.is_due()
+            resume_with(optimizers[1], due=[1000] * 4)
         noise = torch.linspace(-1, 1, 24).view(8, 3)
         with silent():
             (critic(generator(noise)) - 1).pow(4).mean().backward()
             optimizers[0].step()
         found.append([optimizers[0].state[p]["curvature"].factors for p in generator.parameters()])
+        before = curvature_of(optimizers[1].state[critic[0].weight]).ema_weight
+        optimizers[1].step()
+        assert (curvature_of(optimizers[1].state[critic[0].weight]).ema_weight is not before) == is_due
     torch.testing.assert_close(*found)
 
 

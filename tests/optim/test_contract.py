@@ -29,11 +29,13 @@ from optimizer_cases import (
     assert_close,
     assert_equal,
     cnn,
+    counters,
     covered,
     digits,
     every_optimizer,
     mlp,
     numbers,
+    resume_with,
     sgd_like,
 )
 from torch import Tensor, nn
@@ -45,9 +47,9 @@ from curvopt.extensions import KFLR, BatchGrad, DiagGGNExact
 from curvopt.kroneckers import kfacs_to_mat
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW
 from curvopt.optim.accumulation import number
-from curvopt.optim.curvature import Quantity, annealed_interval
+from curvopt.optim.curvature import Listening, Quantity, annealed_interval
 from curvopt.optim.state import curvature_of, unpacked
-from curvopt.optim.step_size import damping_of, excess, rms_clip_factor
+from curvopt.optim.step_size import damping_of, rms_clip_factor
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
@@ -207,20 +209,14 @@ def test_rms_clip_never_lengthens_and_accepts_no_step() -> None:
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_step_is_the_sgd_step_on_the_preconditioned_gradient(make: Callable, nesterov: bool) -> None:
     options = {"lr": 0.05, "momentum": 0.9, "nesterov": nesterov}
-    run = Run(make, **options, **DOUBLE, curvature_every=3)
+    run, without = (Run(make, **DOUBLE, **kept, curvature_every=3) for kept in (options, {"momentum": 0.0}))
     twin = [nn.Parameter(p.detach().clone()) for p in run.model.parameters()]
     sgd = torch.optim.SGD(twin, **options)
     for step in range(6):
+        without.load(run).optimizer.param_groups[0].update(lr=1.0, momentum=0.0, nesterov=False)
         run.step(step)
-        for p, q in zip(run.model.parameters(), twin, strict=True):
-            (stack,) = run.optimizer._stacks_of([p])
-            given = run.optimizer.param_groups[0], run.optimizer.state, run.optimizer._run.mean_curvature
-            means = run.optimizer._solver.means([p], run.optimizer.state, run.optimizer._ranks())
-            product = run.optimizer._solver.solve(stack, p.grad.reshape(-1), *given, means).view_as(p)
-            product, moves = product * (p.grad != 0), (p.grad != 0).sum()
-            weight = run.optimizer._run.step_weight
-            rms = (product.square().sum() * excess(p[0].numel() if p.ndim > 1 else 1) / moves).sqrt() / weight
-            q.grad = product / weight * rms_clip_factor(rms, run.optimizer.rms_clip)
+        for q, moved in zip(twin, without.moves(step), strict=True):
+            q.grad = -moved
         sgd.step()
         assert_close(run.weights(), [q.detach() for q in twin])
 
@@ -312,7 +308,7 @@ def closure_that_asks_for_fields(run: Run, step: int) -> None:
 
 
 def after_an_exception(run: Run, step: int) -> None:
-    sampler = run.optimizer._run.sampler
+    sampler = counters(run.optimizer)["sampler"]
 
     def fail(grad: Tensor) -> None:
         raise KeyError
@@ -322,7 +318,7 @@ def after_an_exception(run: Run, step: int) -> None:
     with pytest.raises(KeyError):
         loss.backward()
     handle.remove()
-    run.optimizer._run.sampler = sampler
+    resume_with(run.optimizer, sampler=sampler)
     run.step(step)
 
 
@@ -357,7 +353,6 @@ def test_relative_damping_is_in_units_of_the_smaller_mean_curvature(make: Callab
     blocks = [kfacs_to_mat(factors).diagonal() for factors in relative.factors()]
     means, of_all = [float(block.mean()) for block in blocks], float(torch.cat(blocks).mean())
     assert min(means) < of_all < max(means)
-    assert float(relative.optimizer._run.mean_curvature) == pytest.approx(of_all)
     assert float(relative.optimizer.metrics()["damping"]) == pytest.approx(3.0 * of_all)
 
     def by_parameter(params: Iterable[Tensor], **options: Any) -> torch.optim.Optimizer:
@@ -426,7 +421,7 @@ def test_the_fisher_matrix_is_chosen_by_the_variables_of_a_prediction(name: str,
         model, lossfunc = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))).double(), nn.MSELoss()
         optimizer = OPTIMIZERS[name](model.parameters(), fisher=None, curvature_every=2)
         optimizer.attach(model, lossfunc)
-        optimizer._run.several = several if known else None
+        resume_with(optimizer, several=several if known else None)
         for step in range(5):
             if step == 3:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -447,15 +442,14 @@ def test_curvature_is_computed_when_due_and_costs_nothing_otherwise(
 ) -> None:
     run = Run(make, curvature_every=4)
     computed: list[int] = []
-    quantity = type(run.optimizer._quantity)
-    original = quantity.extensions
-    monkeypatch.setattr(quantity, "extensions", lambda *args: computed.append(step) or original(*args))
+    finished = Listening.finished
+    monkeypatch.setattr(Listening, "finished", lambda *args: computed.append(step) or finished(*args))
     for step in range(24):
         run.step(step)
     expected, due = [], 0
     while due < 24:
         expected.append(due)
-        due += annealed_interval(due, 4, run.optimizer._quantity.growth)
+        due += annealed_interval(due, 4, growth=4)
     assert computed == expected
 
 
@@ -475,15 +469,19 @@ def test_inverses_follow_their_own_interval() -> None:
 def test_a_parameter_that_is_new_is_solved_for_at_once_and_no_other_again(kind: Callable) -> None:
     run = Run(lambda params, **options: kind(list(params)[2:], **options), mlp, curvature_every=1, inverse_every=100)
     run.train(40)
-    renewed, renew = [], run.optimizer._renew
-    run.optimizer._renew = lambda ranks: [renewed.append(run.optimizer._run.step), renew(ranks)]
-    run.train(range(40, 43))
-    assert renewed == []
+
+    def renewals(steps: range) -> Iterator[int]:
+        for step in steps:
+            before = counters(run.optimizer)["next_inverse"]
+            run.step(step)
+            if counters(run.optimizer)["next_inverse"] != before:
+                yield step
+
+    assert list(renewals(range(40, 43))) == []
     late = list(run.model.parameters())[:2]
     before = [p.detach().clone() for p in late]
     run.optimizer.add_param_group({"params": late})
-    run.train(range(43, 47))
-    assert renewed == [43] and covered(run.optimizer)
+    assert list(renewals(range(43, 47))) == [43] and covered(run.optimizer)
     assert not any(torch.equal(p, q) for p, q in zip(late, before, strict=True))
 
 
@@ -603,7 +601,7 @@ def test_a_run_goes_on_in_another_precision(make: Callable, dtypes: tuple[torch.
 def test_a_model_that_changes_its_precision_says_what_to_do(name: str, steps: int) -> None:
     """Whether the next step refreshes the curvature or not."""
     run = Run(OPTIMIZERS[name]).train(steps)
-    assert run.optimizer._curvature.is_due() == (steps == 5)
+    assert (min(counters(run.optimizer)["due"]) == steps) == (steps == 5)
     run.model.double()
     run.x = run.x.double()
     before = run.weights()
@@ -637,7 +635,7 @@ def test_hooks_see_and_change_all_of_a_checkpoint(make: Callable) -> None:
     for run in (first, second):
         run.optimizer.register_state_dict_post_hook(mark)
     second.optimizer.register_load_state_dict_pre_hook(reverse)
-    second.optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append(optimizer._run.step))
+    second.optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append(counters(optimizer)["step"]))
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     assert seen == [5]
@@ -661,10 +659,19 @@ def test_state_of_other_shapes_is_refused(make: Callable) -> None:
             continue  # a diagonal is flat
         with pytest.raises(CurvoptError, match=r"0\.0 has shape \[\d+, \d+\], but curvature of another one"):
             other.optimizer.load_state_dict(run.train(1).optimizer.state_dict())
-        assert not other.optimizer.state and other.optimizer._run.step == 0
+        assert not other.optimizer.state and counters(other.optimizer)["step"] == 0
 
 
 # ---------------------------------------------------------------------------------------------------- errors and limits
+
+
+@contextlib.contextmanager
+def curvature_of_nan() -> Iterator[None]:
+    """Inside, what backwards collect is not finite, though their gradients are."""
+    finished = Listening.finished
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Listening, "finished", lambda self, weight, n: finished(self, weight * math.nan, n))
+        yield
 
 
 @every_optimizer
@@ -709,8 +716,8 @@ def test_curvature_goes_with_gradients_that_are_reset(how: str, set_to_none: boo
 def test_curvature_that_is_not_finite_never_enters(make: Callable, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(make, ema=0.5, curvature_every=1).train(2)
     before = copy.deepcopy(run.factors())
-    run.backward(2)
-    run.optimizer._curvature.collected.weight *= torch.nan
+    with curvature_of_nan():
+        run.backward(2)
     with caplog.at_level(logging.WARNING, logger="curvopt"):
         run.optimizer.step()
     assert "not finite" in caplog.text
@@ -731,11 +738,11 @@ def test_batches_without_targets_change_nothing(
         run.lossfunc(run.model(x), y.clone().fill_(-100) if ignored else y).backward()
 
     run, plain = (Run(make, reduction=reduction, ema=0.5) for _ in range(2))
-    before, sampler = run.weights(), run.optimizer._run.sampler
+    before, sampler = run.weights(), counters(run.optimizer)["sampler"]
     backward(run, ignored=True)
     run.optimizer.step()
     assert_equal(run.weights(), before)
-    run.optimizer._run.sampler = sampler
+    resume_with(run.optimizer, sampler=sampler)
     for step in range(2):
         for each in (run, plain):
             each.optimizer.zero_grad()
@@ -756,12 +763,12 @@ def test_step_without_any_curvature_says_how(make: Callable) -> None:
     run = Run(make)
     before, who = run.weights(), type(run.optimizer).__name__
     forgotten = make(run.model.parameters())
-    run.loss(0).backward()
+    with curvature_of_nan():
+        run.loss(0).backward()
     with pytest.raises(CurvoptError, match=rf"attached to no model.* {who}\(model\)"):
         forgotten.step()
     with pytest.raises(CurvoptError, match=rf"is gone.* {who}\(model\)"):
         forgotten.curvature()
-    run.optimizer._curvature.collected.weight *= torch.nan
     with pytest.raises(CurvoptError, match="all curvature so far was not finite"):
         run.optimizer.step()
     assert_equal(run.weights(), before)
@@ -886,13 +893,16 @@ def test_a_weight_of_two_kinds_of_use_trains(make: Callable, accumulated: bool) 
 
 
 def test_moments_are_those_of_the_parameter_again_where_curvature_begins_anew() -> None:
-    run = Run(KFACAdamW, **DOUBLE).train(3)
-    p = run.model[3].weight
+    run = Run(KFACAdamW, betas=(0.9, 0.99), curvature_every=1, max_factor_size=512, **DOUBLE).train(3)
+    p = run.model[5].weight
     state = run.optimizer.state[p]
     (left, right), moment = state["curvature"].bases, state["exp_avg"].clone()
-    run.optimizer._forget(p)
-    torch.testing.assert_close(state["exp_avg"], left @ moment @ right.mT)
-    assert state["curvature"].bases is None and state["curvature"].factors is None
+    prune.l1_unstructured(run.model[5], "weight", 0.3)
+    with pytest.warns(CurvoptWarning, match="several forms"):
+        run.train(range(3, 4))
+    (basis,) = state["curvature"].bases  # of all entries
+    expected = 0.9 * left @ moment @ right.mT + 0.1 * p.grad
+    torch.testing.assert_close((basis @ state["exp_avg"].flatten()).view_as(p), expected)
 
 
 @pytest.mark.parametrize("make", [KFACSGD, EKFACSGD, KFACAdamW])
@@ -967,13 +977,13 @@ def test_a_parameter_that_is_unfrozen_does_not_wait_for_the_interval(make: Calla
     run.optimizer.inverse_every = 100
     weight = run.model[1].weight
     run.train(20)
-    kept, field = curvature_of(run.optimizer.state[weight]), run.optimizer._solver.field
-    assert kept.factors is None and not any(tensor.ndim for tensor in getattr(kept, field))
+    kept = curvature_of(run.optimizer.state[weight])
+    made = lambda: any(tensor.ndim for tensor in kept.inverses or kept.bases)  # noqa: E731
+    assert kept.factors is None and not made()
     weight.requires_grad_(True)
     for step in range(2):
         run.step(step)
-        made = getattr(kept, field)
-        assert (kept.factors is not None) == bool(made and made[0].ndim)
+        assert (kept.factors is not None) == made()
     assert kept.factors is not None
 
 
@@ -1000,7 +1010,7 @@ def test_metrics(make: Callable) -> None:
     assert metrics["rms"] == pytest.approx(entries.square().mean().sqrt().item(), rel=1e-3)
     assert metrics["clip_factor"] == pytest.approx((moved.norm() / whole.norm()).item(), rel=1e-3)
     assert metrics["clip_factor"] < 0.9 and float(free.optimizer.metrics()["clip_factor"]) == pytest.approx(1)
-    damping = damping_of(run.optimizer.param_groups[0], run.optimizer._run.mean_curvature)
+    damping = damping_of(run.optimizer.param_groups[0], counters(run.optimizer)["mean_curvature"])
     assert metrics["damping"] == float(damping) and metrics.get("fallbacks", 0) == 0
 
 

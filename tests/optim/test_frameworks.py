@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import generator
-from optimizer_cases import assert_close, assert_equal, cnn, descend, digits
+from optimizer_cases import assert_close, assert_equal, cnn, counters, descend, digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -169,7 +169,7 @@ def accelerated(accelerator: Any, steps: int, clip: float, resume: Path | None =
         accelerator.load_state(str(resume))
         loader = accelerator.skip_first_batches(loader, 5 * accelerator.gradient_accumulation_steps)
     for x, y in loader:
-        if optimizer._run.step == steps:
+        if counters(optimizer)["step"] == steps:
             break
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(x), y)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from cases import Net
 from checks import assert_same
-from optimizer_cases import Run, Tokens, assert_close, cnn, descend, mlp, numbers
+from optimizer_cases import Run, Tokens, assert_close, cnn, counters, descend, mlp, numbers, resume_with
 from torch import Tensor, nn
 
 from curvopt import backpack
@@ -23,6 +23,8 @@ from curvopt.extensions import SqrtGGNExact
 from curvopt.kroneckers import eigenbases, kfac_mat_prod, kfacs_to_mat, kron_diagonal, renewed_bases, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
 from curvopt.optim.curvature import Quantity
+from curvopt.optim.kfac import ScaledEigenbasis
+from curvopt.optim.kfac_adamw import MomentsInEigenbasis
 from curvopt.optim.solve import Eigenbasis, Solver, off_diagonals, without_ties
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -48,7 +50,7 @@ def test_ekfac_step_is_the_dense_solve_with_the_best_diagonal(model) -> None:
     run.optimizer.curvature_every = run.optimizer.inverse_every = 1
     ggn, before = dense_ggn(run, 1), run.weights()
     bases = {p: list(run.optimizer.state[p]["curvature"].bases) for p in run.model.parameters()}
-    run.optimizer._run.next_inverse = 100  # the bases stay
+    resume_with(run.optimizer, next_inverse=100)  # the bases stay
     run.train(range(1, 2))
     for p, old in zip(run.model.parameters(), before, strict=True):
         U = dense_basis(bases[p])
@@ -66,7 +68,7 @@ def test_scales_follow_the_bases() -> None:
     state = run.optimizer.state[p]
     old, scales = list(state["curvature"].bases), state["curvature"].scales.clone()
     state["curvature"].bases = [torch.linalg.qr(torch.randn_like(basis))[0] for basis in old]
-    run.optimizer._solver.change_basis(state, p.shape, old, [None] * len(old))
+    ScaledEigenbasis().change_basis(state, p.shape, old, [None] * len(old))
     U, V = dense_basis(old), dense_basis(state["curvature"].bases)
     torch.testing.assert_close(state["curvature"].scales, (V.T @ U @ torch.diag(scales) @ U.T @ V).diagonal())
 
@@ -84,8 +86,7 @@ def test_bases_are_renewed_once_they_have_turned() -> None:
     p = run.model[1].weight
     turned = torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64))[0]
     run.optimizer.state[p]["curvature"].factors[0] = turned @ run.optimizer.state[p]["curvature"].factors[0] @ turned.T
-    run.optimizer._renew(run.optimizer._ranks())
-    assert run.optimizer.metrics()["new_bases"] == 1
+    assert run.train(range(1)).optimizer.metrics()["new_bases"] == 1
     kept = run.optimizer.state[p]["curvature"]
     assert off_diagonals(without_ties(kept.factors[0].unsqueeze(0)), kept.bases[:1])[0] < 1e-6
 
@@ -98,15 +99,14 @@ def test_kfac_adamw_is_adamw_in_the_eigenbasis_without_what_goes_uphill(
     options = {"betas": (0.9, 0.99), **options}
     every = {"curvature_every": 100, "inverse_every": 100}
     run = Run(KFACAdamW, Tokens, lr=0.02, cautious=cautious, wide=wide, **every, **options, **DOUBLE)
-    run.optimizer._run.step, run.optimizer._run.steps = 200, [200] * 7  # no refresh after the first
-    start, step = run.weights(), run.optimizer._run.step
+    resume_with(run.optimizer, step=200, steps=[200] * 7)  # no refresh after the first
+    start = run.weights()
     twins: list[nn.Parameter] = []
     count = 0
     for i in range(5):
         run.backward(i)
         grads = [p.grad.clone() for p in run.model.parameters()]
         run.optimizer.step()
-        assert run.optimizer._run.step == step + i + 1
         U = [dense_basis(run.optimizer.state[p]["curvature"].bases) for p in run.model.parameters()]
         if not twins:
             twins = [nn.Parameter(u.T @ w.reshape(-1)) for u, w in zip(U, start, strict=True)]
@@ -168,7 +168,7 @@ def test_averages_of_adam_follow_the_bases() -> None:
     U = dense_basis(old)
     m, v = U @ state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)
     state["curvature"].bases = [torch.linalg.qr(torch.randn_like(basis))[0] for basis in old]
-    run.optimizer._solver.change_basis(state, p.shape, old, [None] * len(old))
+    MomentsInEigenbasis().change_basis(state, p.shape, old, [None] * len(old))
     V = dense_basis(state["curvature"].bases)
     torch.testing.assert_close(state["exp_avg"].reshape(-1), V.T @ m)
     torch.testing.assert_close(state["exp_avg_sq"].reshape(-1), (V.T @ U @ torch.diag(v) @ U.T @ V).diagonal())
@@ -318,7 +318,7 @@ def test_preconditioner_by_a_hook_and_in_front_of_muon() -> None:
         run.loss(step).backward()
         run.optimizer.step()
         rest.step()
-    assert preconditioner._run.step == 30 and run.full_loss() < before / 2
+    assert counters(preconditioner)["step"] == 30 and run.full_loss() < before / 2
     twin = KFACPreconditioner(run.model)
     twin.load_state_dict(preconditioner.state_dict())
     for part in ("state", "run"):

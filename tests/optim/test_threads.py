@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from optimizer_cases import resume_with
 from torch import Tensor, nn
 
 from curvopt import backpack, disable, extend
@@ -39,7 +40,7 @@ def data(seed: int) -> tuple[nn.Module, Iterator[tuple[Tensor, Tensor]], torch.G
 def attached(kind: Callable, seed: int) -> list[Tensor]:
     model, batches, _ = data(seed)
     optimizer = kind(model, curvature_every=2)
-    optimizer._run.sampler = seed, 0
+    resume_with(optimizer, sampler=(seed, 0))
     for x, y in batches:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()

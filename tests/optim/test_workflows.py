@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from cases import Net
 from checks import generator
-from optimizer_cases import covered, descend, silent
+from optimizer_cases import counters, covered, descend, silent
 from torch import Tensor, distributions, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -259,7 +259,7 @@ def test_where_no_backward_has_curvature_it_is_tried_less_and_less_often(monkeyp
     tried, climb = set[int](), Listening.refused
 
     def refused(listener: Listening, error: CurvoptError, request: Request) -> Request | None:
-        tried.add(optimizer._run.step)
+        tried.add(counters(optimizer)["step"])
         return climb(listener, error, request)
 
     monkeypatch.setattr(Listening, "refused", refused)
@@ -389,7 +389,7 @@ def test_a_last_batch_of_one_prediction_changes_no_other(kind: Callable) -> None
     model, optimizer = attached(kind)
     for n in (8, 8, 1, 8, 1, 8):
         descend(optimizer, lambda: F.mse_loss(model(x[:n])[:, 0].squeeze(), t[:n, 0].squeeze()))  # noqa: B023
-        assert bool(optimizer._run.empirical) == (n == 1)
+        assert bool(counters(optimizer)["empirical"]) == (n == 1)
 
 
 @quiet
