@@ -40,6 +40,7 @@ from curvopt.core.losses.roots import NotCurved
 from curvopt.extensions import KFAC, BatchGrad
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, HessianFree, KFACAdamW, KFACPreconditioner, state_to_load
 from curvopt.optim.empirical import are_of_gradients
+from curvopt.optim.kfac import Kronecker
 
 torch.set_num_threads(1)
 EVERY: dict[str, Any] = {"curvature_every": 3, "inverse_every": 4}
@@ -577,6 +578,23 @@ def mixed_precision() -> None:
         run.train(lambda step: (own(step)[0].float(), own(step)[1]), range(step, step + 1))
     assert losses[-1] < 0.9 * losses[0]
     assert all(f.dtype == torch.float32 for state in run.optimizer.state.values() for f in state["curvature"].factors)
+
+
+@check("shards")
+def mixed_precision_with_several_owners_of_a_matrix() -> None:
+    """Who owns which rows changes no step by more than it rounds; in bfloat16 there is no other reference."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    few: dict[str, Any] = {"fisher": "exact", "max_factor_size": 16, **EVERY}
+    for kind, lr in ((KFACSGD, 0.1), (EKFACSGD, 0.1), (KFACAdamW, 0.01)):
+        runs = []
+        for rows in (Kronecker.rows_together, lambda _, p: len(p)):
+            with mock.patch.object(Kronecker, "rows_together", rows):
+                run = Run("shards", partial(kind, lr=lr, **few), lambda: language().float(), True, mp_policy=policy)
+            runs.append(run.train(lambda step: part(words(step)), range(4)))
+        several, one_each = (run.optimizer._ranks().divided for run in runs)
+        assert several and not one_each
+        assert_close(*runs, 1e-5)
+        assert all((a - b).abs().max() > 1e-3 for a, b in zip(weights(runs[0]), weights(language()), strict=True))
 
 
 @check("shards")
