@@ -1195,6 +1195,14 @@ def ranks_in_different_states() -> None:
         one.optimizer.step()
 
 
+@check("copies", "shards")
+def dtypes_of_states_that_differ(kind: str) -> None:
+    run = Run(kind, SAMPLED["KFACAdamW"]).train(own, range(2))
+    run.optimizer.state_dtype = torch.bfloat16 if dist.get_rank() else None
+    with raises("not in the same state", f"'state_dtype': '{'torch.bfloat16' if dist.get_rank() else None}'"):
+        run.train(own, range(2, 10))
+
+
 @check("copies")
 def rates_and_parameters_that_differ() -> None:
     make = lambda p: KFACSGD(p, lr=0.1 if dist.get_rank() else 0.2, fisher="exact")  # noqa: E731

@@ -80,12 +80,11 @@ class Alone:
 
     # --- the step -----------------------------------------------------------------------------------------------
 
-    def exchange(self, who: str, groups: Sequence[Mapping[str, Any]], collected: Collected, run: Run) -> Collected:
+    def exchange(self, optimizer: Any, collected: Collected, run: Run) -> Collected:
         """The mean of the ranks' curvature.
 
         Args:
-            who: name of the optimizer.
-            groups: its param groups.
+            optimizer: the optimizer.
             collected: by this rank.
             run: of the optimizer; what the ranks choose together is set.
 
@@ -220,8 +219,9 @@ class Replicas(Alone):
         """Whoever waits in this step raises an error, and this rank, too."""
         self.ranks.union({}, [], [0] * 8, {"step": f"{step} was left out, the gradients of it were reset"})
 
-    def exchange(self, who: str, groups: Sequence[Mapping[str, Any]], collected: Collected, run: Run) -> Collected:
+    def exchange(self, optimizer: Any, collected: Collected, run: Run) -> Collected:
         """One small transfer that finds whether the ranks are in equal states; then the curvature."""
+        who, groups = type(optimizer).__name__, optimizer.param_groups
         names = parameter_names(groups)
         params = list(names)
         self.check(who, names)
@@ -229,6 +229,7 @@ class Replicas(Alone):
             **{name: getattr(run, name) for name in ("step", "steps", "due", "next_inverse")},
             **{name: [_number(group.get(name)) for group in groups] for name in ("lr", *DAMPINGS)},
             "communication_dtype": str(self.dtype),
+            "state_dtype": str(optimizer.state_dtype),
             "parameters": [list(param.shape) for param in params],
             "gradients": have_gradients(params),
         }

@@ -324,7 +324,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         ranks = self._ranks()
         renews = run.stale and run.step >= run.next_inverse  # for which ranks share the work
         if ranks.meet and (renews or curvature.is_due(grads.keys()) or not curvature.ranks_agree):
-            collected = ranks.exchange(who, self.param_groups, collected, run)
+            collected = ranks.exchange(self, collected, run)
             curvature.ranks_agree = True
         if not grads:
             return loss
