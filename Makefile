@@ -30,7 +30,7 @@ test-slow: $(VENV)/.dev  ## run the tests that take more than ten seconds: sever
 test-alone: $(VENV)/.dev  ## run 60 random tests, each in a process of its own
 	$(BIN)/python tests/alone.py
 
-mutate: $(VENV)/.dev  ## change single operators and numbers of the package, and list what no test notices: hours
+mutate: $(VENV)/.dev  ## list which of 100 changed operators and numbers no test notices: an hour or two of a core, and a stopped run goes on
 	$(BIN)/python tests/mutate.py
 
 lint: $(VENV)/.dev  ## check style and types
