@@ -135,8 +135,10 @@ def counts(results: dict[str, Result]) -> str:
             for name in ("train_at_cost", "held_out_at_cost"):
                 ratios = over_adamw(results, (method, how), name)
                 below = sum(ratio < 1 for ratio in ratios)
-                trivial = (method, how) == ("AdamW", "tuned") or (how == "tuned" and found[0]["lr"] is None)
-                cells.append("–" if trivial else f"{below} ({_show(statistics.median(ratios), '.2g')})")
+                is_tuned = how == "tuned" and method != "AdamW" and found[0]["lr"] is not None
+                cells.append(
+                    "–" if how == "tuned" and not is_tuned else f"{below} ({_show(statistics.median(ratios), '.2g')})"
+                )
         for what in ("step", "state"):
             values = [row["defaults"][what] for row in found if row["defaults"][what] is not None]
             cells.append(f"{min(values):.1f} to {max(values):.1f}" if values else "–")
@@ -191,7 +193,7 @@ def write(path: Path, page: Path, tasks: int) -> str:
     )
     path.with_suffix(".md").write_text(text + "\n")
     if len(results["tasks"]) == tasks and page.exists():
-        text_of_page = replaced(page.read_text(), "table", verdict(results["tasks"]))
-        page.write_text(replaced(text_of_page, "counts", counts(results["tasks"])))
+        for name, table in (("table", verdict), ("counts", counts)):
+            page.write_text(replaced(page.read_text(), name, table(results["tasks"])))
         draw(results["tasks"], page.parent / "_static" / "optimizers.png")
     return text

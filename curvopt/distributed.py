@@ -21,9 +21,9 @@ all ranks, so no rank steps alone.
 
 All ranks build the optimizer from one model, load one checkpoint (that of any rank will do), and call ``step()``
 equally often. A rank that leaves out a step which refreshes curvature ends in an error that names the step; one that
-leaves out another step is a step behind at the next refresh, where its transfers meet other ones of the other ranks,
-and the backend ends the run by an error of its own or waits. So whatever makes a rank leave out a step (a loss that is
-not finite, say) has to be agreed on, by an all-reduce before the step. Ranks that run out of batches before others
+leaves out another step is a step behind at the next refresh, where its transfers no longer match those of other ranks,
+so that the backend raises an error of its own or waits for ever. So ranks have to agree to leave out a step (as a loss
+is not finite, say), by an all-reduce before it. Ranks that run out of batches before others
 cannot be waited for by ``torch.distributed.algorithms.Join``; give them empty batches. Monte-Carlo samples follow from
 a seed that all ranks share, the number of draws and the rank: each rank has its own stream, and a run resumes bit for
 bit on as many ranks as it had.

@@ -84,7 +84,7 @@ class Alone:
         """The mean of the ranks' curvature.
 
         Args:
-            optimizer: the optimizer.
+            optimizer: whose curvature it is.
             collected: by this rank.
             run: of the optimizer; what the ranks choose together is set.
 
