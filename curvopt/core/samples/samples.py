@@ -282,7 +282,7 @@ class _Batch:
         if shape[0] > n and shape[0] % n == 0 and not (fit and len(shape) > 2):
             blocks, turns = Layout(1, n, prod(shape) // n), Layout(shape[0] // n, n, prod(shape[1:]))
             found += [turns] if self.axis else [blocks, turns]
-        if not self.axis and shape[1:2] == (n,) and (shape[0] != n or len(shape) > 2):
+        if not self.axis and shape[1:2] == (n,):
             found.append(Layout(shape[0], n, prod(shape[2:])))
         if not fit and located is None:
             return None

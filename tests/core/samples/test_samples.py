@@ -365,6 +365,15 @@ def output_with_the_time_first(T: int, linear: bool) -> Program:
     return Program(m, lambda rows: classes(m(x[rows]).flatten(0, 1), y[:, rows].flatten()), 4)
 
 
+@program(of_a_layer=(True,), of_a_function=(False,))
+def as_many_classes_as_samples(layer: bool) -> Program:
+    """Outputs ``[C, N]`` of a model whose input goes into a layer, or into a function first."""
+    first = nn.Linear(3, 3) if layer else nn.Tanh()
+    m = extend(Net(lambda m, x: m.last(m.first(x).tanh()).T, first=first, last=nn.Linear(3, 4)))
+    x, y = torch.randn(4, 3), torch.randint(4, (4,))
+    return Program(m, lambda rows: classes(m(x[rows]).T, y[rows]), 4)
+
+
 @program(**{f"{T} steps{', in rows' if in_rows else ''}": (T, in_rows) for T in (3, 4) for in_rows in (False, True)})
 def functions_of_sequences_of_which_time_comes_first(T: int, in_rows: bool) -> Program:
     """Products, biases, scales, positions, slopes and computed weights on ``[T, N, F]``, or on its rows."""
