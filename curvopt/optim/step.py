@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from math import inf, isfinite
@@ -144,6 +144,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._shards: Any = None
         self._stacks: dict[int, Stacks] = {}
         self._said: set[str] = set()
+        self._checked_dtypes: list[torch.dtype | None] = []
         self._runs_closure = False
         self._measured: Callable[[], dict[str, Any]] = dict  # of the last step, once somebody asks
 
@@ -455,23 +456,38 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Parameters of a group whose curvature has one form, together."""
         return self._stacks.setdefault(group, Stacks(self._solver.field)).of(params, self.state)
 
-    def _check_precision(self, params: Iterable[Tensor] | None = None) -> None:
-        """Refuse parameters that have another precision than their curvature.
+    def _check_precision(self, grads: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Refuse parameters that have another precision than their curvature or, before a step, their moments.
+
+        Args:
+            grads: of the step; ``None`` before a backward.
 
         Raises:
             CurvoptError: if there is one.
         """
-        for param, state in self.state.items():  # not by parameter: hashes of tensors are slow
-            kept = state[CURVATURE].factors if CURVATURE in state else None
-            if not kept or kept[0].dtype in (param.dtype, self.state_dtype):
-                continue
-            now = torch.promote_types(param.dtype, torch.float32)
-            if kept[0].dtype != now and any(param is each for each in (self._params() if params is None else params)):
-                raise CurvoptError(
-                    f"{self._names()[param]}: {type(self).__name__} keeps its curvature in {kept[0].dtype}, but the "
-                    f"parameter is now of {now}; after a change of the model's precision call "
-                    "optimizer.load_state_dict(optimizer.state_dict()). Parameters and state are unchanged."
-                )
+        params = self._params()
+        dtypes = [self.state_dtype, *(param.dtype for param in params)]
+        if dtypes == self._checked_dtypes:
+            return
+        all_fit = grads is not None
+        for param, state in self.state.items():
+            factors = state[CURVATURE].factors if CURVATURE in state else None
+            kept = [(CURVATURE, factors[0], torch.promote_types(param.dtype, torch.float32))] if factors else []
+            for name, value in state.items() if grads is not None else ():
+                if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
+                    kept.append((name, value, (grads or {}).get(param, param).dtype))
+            for name, tensor, usual in kept:
+                if tensor.dtype in (param.dtype, usual, self.state_dtype):
+                    continue
+                all_fit = False
+                if any(param is each for each in (params if grads is None else grads)):
+                    raise CurvoptError(
+                        f"{self._names()[param]}: {type(self).__name__} keeps its {name} in {tensor.dtype}, but the "
+                        f"parameter is now of {param.dtype}; after a change of the model's precision call "
+                        "optimizer.load_state_dict(optimizer.state_dict()). Parameters and state are unchanged."
+                    )
+        if all_fit:
+            self._checked_dtypes = dtypes
 
     def _accepted(
         self, ranks: Alone, grads: dict[Tensor, Tensor], collected: Collected, joined: Joined
@@ -482,7 +498,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             CurvoptError: if a gradient is not finite, a parameter changed its precision, or all curvature was not
                 finite.
         """
-        self._check_precision(grads.keys())
+        self._check_precision(grads)
         who, params = type(self).__name__, list(grads)
         # not finite if the loss weighs nothing
         new = means_of(collected.curvature, collected.weight)

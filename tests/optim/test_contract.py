@@ -597,17 +597,29 @@ def test_a_run_goes_on_in_another_precision(make: Callable, dtypes: tuple[torch.
 
 
 @pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize(
+    ("before", "after", "of"),
+    [
+        (torch.float32, torch.float64, "curvature"),
+        (torch.float32, torch.bfloat16, "momentum_buffer|exp_avg"),
+        (torch.bfloat16, torch.float32, "momentum_buffer|exp_avg"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["KFACSGD", "EKFACSGD", "DiagonalNewton", "KFACAdamW"])
-def test_a_model_that_changes_its_precision_says_what_to_do(name: str, steps: int) -> None:
-    """Whether the next step refreshes the curvature or not."""
-    run = Run(OPTIMIZERS[name]).train(steps)
+def test_a_model_that_changes_its_precision_says_what_to_do(
+    name: str, before: torch.dtype, after: torch.dtype, of: str, steps: int
+) -> None:
+    """Whether the next step refreshes the curvature or not; curvature of parameters in bfloat16 is in float32."""
+    run = Run(OPTIMIZERS[name], dtype=before, weight_decay=0.1).train(steps)
     assert (min(counters(run.optimizer)["due"]) == steps) == (steps == 5)
-    run.model.double()
-    run.x = run.x.double()
-    before = run.weights()
-    with pytest.raises(CurvoptError, match=r"keeps its curvature in torch\.float32.*load_state_dict"):
+    run.model.to(after)
+    run.x = run.x.to(after)
+    weights, state = run.weights(), copy.deepcopy(numbers(run.optimizer)["state"])
+    with pytest.raises(CurvoptError, match=rf"keeps its ({of}) in {before},.*load_state_dict"):
         run.train(1)
-    assert_equal(before, run.weights())
+    assert_equal(weights, run.weights())
+    torch.testing.assert_close(numbers(run.optimizer)["state"], state, rtol=0, atol=0)
     run.optimizer.load_state_dict(run.optimizer.state_dict())
     loss = run.full_loss()
     assert run.train(range(steps, steps + 10)).full_loss() < loss
