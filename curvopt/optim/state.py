@@ -221,6 +221,7 @@ def exporting(
 def importing(
     optimizer: torch.optim.Optimizer,
     names: dict[Tensor, str],
+    check: Callable[[dict[str, Any]], None],
     kept: Callable[[Tensor, dict[str, Any]], dict[str, Any]],
     restore: Callable[[dict[str, Any]], None],
 ) -> Iterator[None]:
@@ -229,6 +230,7 @@ def importing(
     Args:
         optimizer: the optimizer that loads.
         names: of its parameters, in order.
+        check: refuses a saved param group that the optimizer cannot have.
         kept: what is kept of the saved state of a parameter.
         restore: takes the run of `exporting`.
 
@@ -241,6 +243,8 @@ def importing(
 
     def take(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
         run.update(run_of(optimizer, loaded))
+        for group in loaded["param_groups"]:
+            check(group)
         states = dict(loaded["state"])
         for index in (index for group in loaded["param_groups"] for index in group["params"]):
             curvatures.append(unpacked(states.get(index, {})))

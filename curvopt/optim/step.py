@@ -23,6 +23,7 @@ from curvopt.optim.options import (
     DAMPINGS,
     Attached,
     check_attached,
+    check_decays,
     check_group_options,
     check_new_group,
     check_options,
@@ -158,7 +159,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         for name, value in (self._group_defaults | {RUN: None}).items():
             param_group.setdefault(name, value)
         of_run = (*self._run_options, *self._quantity.options)
-        check_group_options(param_group, of_run)
+        check_group_options(param_group, of_run, self.state_dtype)
         if 0 in [param_group.get(name) for name in DAMPINGS]:
             warnings.warn(
                 f"{type(self).__name__} with damping=0: a step is as long as the curvature says, however little that "
@@ -329,7 +330,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             curvature.ranks_agree = True
         if not grads:
             return loss
-        check_schedules(who, self.rms_clip, self.param_groups)
+        check_schedules(who, self.rms_clip, self.param_groups, self.state_dtype)
         collected.ages = curvature.ages() if collected.curvature else {}
         try:
             with ranks.owned(self, grads, collected) as owned, in_full_precision(self.state, self.state_dtype):
@@ -716,9 +717,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Raises:
             CurvoptError: if it is the state of another optimizer, or of parameters of other shapes. Nothing has changed
                 then.
+            ValueError: if its averages forget too slowly for ``state_dtype``. Nothing has changed then.
         """
         kept = partial(self._ranks().loaded, type(self).__name__)
-        with importing(self, self._names(), kept, self._import):
+        check = partial(check_decays, state_dtype=self.state_dtype)
+        with importing(self, self._names(), check, kept, self._import):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Tests of `optim/solve.py`, `optim/stacks.py`, `optim/kfac.py` and `optim/kfac_ad
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -15,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from cases import Net
 from checks import assert_same
-from optimizer_cases import Run, Tokens, assert_close, cnn, counters, descend, mlp, numbers, resume_with
+from optimizer_cases import Run, Tokens, assert_close, assert_equal, cnn, counters, descend, mlp, numbers, resume_with
 from torch import Tensor, nn
 
-from curvopt import backpack
+from curvopt import CurvoptError, backpack
 from curvopt.extensions import SqrtGGNExact
 from curvopt.kroneckers import eigenbases, kfac_mat_prod, kfacs_to_mat, kron_diagonal, renewed_bases, sizes_of
 from curvopt.optim import EKFACSGD, KFACSGD, DiagonalNewton, KFACAdamW, KFACPreconditioner
@@ -195,8 +196,25 @@ def test_state_is_kept_in_bfloat16_between_steps() -> None:
     for run in (full, resumed.train(range(4, 6))):
         for a, b in zip(low.weights(), run.weights(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+
+
+def test_averages_in_bfloat16_forget() -> None:
+    """Whether slow ones are those of the constructor, of a state or of a schedule."""
+    low, slow = Run(KFACAdamW, state_dtype=torch.bfloat16).train(1), Run(KFACAdamW, betas=(0.9, 0.999)).train(2)
+    before, state = low.weights(), copy.deepcopy(numbers(low.optimizer))
+    group = low.optimizer.param_groups[0]
     with pytest.raises(ValueError, match="have to forget"):
-        Run(KFACAdamW, cnn, state_dtype=torch.bfloat16, betas=(0.9, 0.999))
+        Run(KFACAdamW, state_dtype=torch.bfloat16, betas=(0.9, 0.999))
+    with pytest.raises(ValueError, match="have to forget"):
+        low.optimizer.load_state_dict(slow.optimizer.state_dict())
+    torch.testing.assert_close(numbers(low.optimizer), state, rtol=0, atol=0)
+    for name, value in (("betas", (0.9, 0.999)), ("ema", 0.999)):
+        group[name], usual = value, group[name]
+        with pytest.raises(CurvoptError, match=rf"step\(\).*have to forget.*{name}=.*0.999"):
+            low.step(1)
+        group[name] = usual
+    assert_equal(before, low.weights())
+    low.train(range(1, 3))
 
 
 @pytest.mark.parametrize("columns", [(), (2,)], ids=str)
