@@ -100,10 +100,11 @@ def check_decays(group: Mapping[str, Any], state_dtype: torch.dtype | None) -> N
     Raises:
         ValueError: if there is one.
     """
-    if state_dtype is not None and max(*group["betas"], group["ema"]) > SLOWEST:
+    decays = [*group.get("betas", ()), group["ema"]]
+    if state_dtype is not None and max(decays) > SLOWEST:
         raise ValueError(
             f"state_dtype={state_dtype} rounds averages to 8 bits, so they have to forget: betas and ema must be at "
-            f"most {SLOWEST}, got betas={group['betas']} and ema={group['ema']}"
+            f"most {SLOWEST}, got {decays}"
         )
 
 
@@ -225,20 +226,18 @@ def check_mixed(who: str, names: Mapping[Tensor, str]) -> None:
         )
 
 
-def check_schedules(
-    who: str, rms_clip: float | None, groups: Sequence[dict[str, Any]], state_dtype: torch.dtype | None = None
-) -> None:
-    """Refuse options that were set out of their range after the constructor.
+def check_schedules(who: str, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse options, of the whole run or of param groups, that were set out of their range after the constructor.
 
     Raises:
         CurvoptError: if there is one.
     """
     where = ""
     try:
-        _check_rms_clip(rms_clip)
+        check_options(options)
         for i, group in enumerate(groups):
             where = f" in param group {i}"
-            check_group_options(group, (), state_dtype)
+            check_group_options(group, (), options.get("state_dtype"))
     except (TypeError, ValueError) as error:
         raise CurvoptError(
             f"{who}.step(): {error}{where}; look for the code that changes it (a schedule?). Parameters and state are "

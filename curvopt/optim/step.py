@@ -330,7 +330,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             curvature.ranks_agree = True
         if not grads:
             return loss
-        check_schedules(who, self.rms_clip, self.param_groups, self.state_dtype)
+        check_schedules(who, vars(self), self.param_groups)
         collected.ages = curvature.ages() if collected.curvature else {}
         try:
             with ranks.owned(self, grads, collected) as owned, in_full_precision(self.state, self.state_dtype):

@@ -1031,19 +1031,24 @@ def test_metrics(make: Callable) -> None:
     ("name", "value", "range_"),
     [
         *(("rms_clip", value, "positive") for value in (-1.0, math.nan)),
+        ("curvature_every", None, "a whole number"),
+        ("inverse_every", 0, "at least 1"),
+        ("on_nonfinite", "ignore", '"raise" or "skip"'),
         ("ema", 1.5, "in"),
         *(("damping", value, "at least 0") for value in (-1.0, math.nan)),
     ],
 )
-def test_options_that_leave_their_range_change_nothing(make: Callable, name: str, value: float, range_: str) -> None:
+def test_options_that_leave_their_range_change_nothing(make: Callable, name: str, value: Any, range_: str) -> None:
     run = Run(make).train(2)
     weights, state = run.weights(), copy.deepcopy(run.optimizer.state_dict()["state"])
-    if name == "rms_clip":
-        run.optimizer.rms_clip = value
+    group = run.optimizer.param_groups[0]
+    if is_of_group := name in ("ema", "damping"):
+        group[name] = value
     else:
-        run.optimizer.param_groups[0][name] = value
-    where = "" if name == "rms_clip" else " in param group 0"
-    with pytest.raises(CurvoptError, match=rf"{name} must be {range_}.*, got {value}{where}; "):
+        setattr(run.optimizer, name, value)
+    where = " in param group 0" if is_of_group else ""
+    got = rf"{value!r}(?: \(NoneType\))?"
+    with pytest.raises(CurvoptError, match=rf"{name}(?: counts steps and)? must be {range_}.*, got {got}{where}; "):
         run.step(2)
     assert_equal(run.weights(), weights)
     torch.testing.assert_close(run.optimizer.state_dict()["state"], state, rtol=0, atol=0)

@@ -210,7 +210,7 @@ def test_averages_in_bfloat16_forget() -> None:
     torch.testing.assert_close(numbers(low.optimizer), state, rtol=0, atol=0)
     for name, value in (("betas", (0.9, 0.999)), ("ema", 0.999)):
         group[name], usual = value, group[name]
-        with pytest.raises(CurvoptError, match=rf"step\(\).*have to forget.*{name}=.*0.999"):
+        with pytest.raises(CurvoptError, match=r"step\(\).*have to forget.*0\.999"):
             low.step(1)
         group[name] = usual
     assert_equal(before, low.weights())
