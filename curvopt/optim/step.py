@@ -260,8 +260,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             gradient_scale: by what the loop multiplies gradients after the backward (1 / n where it divides them by a
                 number n), or a function that returns it; later calls without it keep it.
             loss_reduction: whether losses of no known kind are a ``"mean"`` over the samples or a ``"sum"``; later
-                calls without it keep it. To begin with, they are what their last operation is: a sum over rows that no
-                constant divides again is a sum, all else a mean.
+                calls without it keep it. To begin with, they are what their last operation is: a sum of one number for
+                each row is a sum, so is one of several that no constant divides again, and all else is a mean.
             batch_axis: axis of the model's inputs and outputs that counts the samples; 0, unless `extend` was told
                 another one. ``None`` where rows are no samples, or would cost many times a gradient (nodes of a
                 graph): the batch is one sample.

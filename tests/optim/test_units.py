@@ -144,6 +144,32 @@ def test_every_spelling_of_a_loop_takes_the_steps_of_a_mean(name: str, spelling:
         torch.testing.assert_close(a, b, rtol=0, atol=BOUNDS.get(name, 1e-10))
 
 
+#: Sums of losses of rows, and the argument that they need.
+SUMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
+    "squared error": (lambda z, t: F.mse_loss(z, t, reduction="sum"), {}),
+    "Huber": (lambda z, t: F.huber_loss(z, t, reduction="sum", delta=5), {}),
+    "squares by hand": (lambda z, t: (z - t).square().sum(1).sum(), {}),
+    "by hand": (lambda z, t: (z - t).cosh().log().mean(1).sum(), {}),
+    "entries": (lambda z, t: F.gaussian_nll_loss(z, t, torch.ones_like(z), reduction="sum"), {"loss_reduction": "sum"}),
+}
+
+
+@pytest.mark.parametrize("loss", SUMS)
+@pytest.mark.parametrize("name", ["KFACSGD", "KFACAdamW", "DiagonalNewton"])
+def test_a_sum_over_the_rows_of_the_whole_batch_may_come_in_unequal_parts(name: str, loss: str) -> None:
+    f, options = SUMS[loss]
+
+    def in_parts(*parts: slice) -> list[Tensor]:
+        def backward(loop: Loop, x: Tensor, y: Tensor) -> None:
+            for part in parts:
+                (f(loop.model(x[part]), x[part, :3]) / loop.N).backward()
+
+        return Loop(name, [8] * 3, **options).train(backward)
+
+    found, expected = in_parts(slice(5), slice(5, None)), in_parts(slice(None))
+    torch.testing.assert_close(found, expected, rtol=0, atol=BOUNDS.get(name, 1e-10))
+
+
 @pytest.mark.parametrize("name", ["KFACSGD", "EKFACSGD", "KFACAdamW", "DiagonalNewton"])
 def test_gradients_that_a_scaler_has_divided_by_an_unknown_scale_are_refused(name: str) -> None:
     loop = Loop(name, SIZES)

@@ -478,8 +478,10 @@ def new_like(edge: GradientEdge) -> Tensor:
 def loss_weight(roots: Sequence[GradientEdge], grads: Sequence[Tensor], N: int, reduction: Reduction) -> Tensor:
     """How many means over the samples a loss is, ``[]``: the constant that scales it, 1 for ``mean()``.
 
-    A sum over N rows is N means, unless a constant makes it a mean again. Terms of a sum weigh 1 together, or as much
-    as the largest sum over rows among them.
+    A sum over N rows is N means, whatever constant divides it. If what is summed by hand has several entries for each
+    row, a constant of N or more makes it a mean again, as it may count entries (those that a mask has left, say). Terms
+    of a sum weigh 1 together, or as much as the largest sum over rows among them; penalties on parameters count only
+    where they are alone.
 
     Args:
         roots: gradient edges of the scalars that are differentiated.
@@ -496,7 +498,7 @@ def _factor(root: GradientEdge, grad: Tensor, N: int, reduction: Reduction) -> T
     """How many means over the samples a scalar is, times the gradient that arrives at it, ``[]``."""
     if grad.dim():
         return grad.new_ones(())
-    found: list[Tensor] = []
+    found, penalties = list[Tensor](), list[Tensor]()
     # an operation, the product of constants from the scalar down to it, that before the last constant, and that at the
     # first addition
     terms: list[tuple[Node, Tensor, Tensor, Tensor | None]] = [(root.node, grad, grad, None)]
@@ -513,21 +515,31 @@ def _factor(root: GradientEdge, grad: Tensor, N: int, reduction: Reduction) -> T
             terms.append((operands[0][0], operands[0][1], factor, at_addition))  # c / loss is not linear
         else:
             mean, total = abs(before), abs(factor)
-            if reduction is None and _is_sum_over(node, N):  # the last constant may make it a mean again
-                mean = torch.where(total * N <= mean, mean, total * N)
+            if reduction is None and (entries := _summed_entries(node, N)):
+                mean = total * N if entries == 1 else torch.where(total * N <= mean, mean, total * N)
             elif at_addition is not None:
                 mean = abs(at_addition)
             elif kind.startswith("SumBackward") and reduction != "sum":
                 mean = torch.where(total < mean, mean, total)
             else:
                 mean = total
-            found.append(mean)
-    return torch.stack(found).amax()
+            (penalties if at_addition is not None and not _is_computed(node) else found).append(mean)
+    return torch.stack(found or penalties).amax()
 
 
-def _is_sum_over(node: Node, N: int) -> bool:
-    """Whether an operation sums what the network computes from N rows."""
+def _summed_entries(node: Node, N: int) -> int:
+    """How many entries of each row an operation sums; 0 where it does not sum what the network computes from N rows.
+
+    A sum of a loss of PyTorch is one of rows' losses.
+    """
     if not name_of(node).startswith("SumBackward"):
-        return saved(node, "reduction", None) == REDUCES_BY_SUM
+        return int(saved(node, "reduction", None) == REDUCES_BY_SUM)
     below, nr = node.next_functions[0]
-    return below is not None and N in shape_of(below, nr)[:2] and any(map(records_of, walk([below])))
+    if below is None or N not in shape_of(below, nr)[:2] or not _is_computed(below):
+        return 0
+    return shape_of(below, nr).numel() // max(N, 1)
+
+
+def _is_computed(node: Node) -> bool:
+    """Whether the network computes a tensor: no penalty on parameters."""
+    return any(map(records_of, walk([node])))

@@ -417,6 +417,8 @@ def test_a_loss_weighs_as_means_over_samples_do(f, weight):
         (lambda z: z.exp().mean(0).sum(), 1),
         (lambda z: z.exp().sum() / 100, 1),  # of the tokens that a mask has left, say
         (lambda z: z.exp().mean() + 10 * nn.Parameter(torch.ones(8, 8)).square().sum(), 1),
+        (lambda z: z.exp().mean(1).sum() / 16 + nn.Parameter(torch.ones(8, 8)).square().sum(), 1 / 2),  # half a batch
+        (lambda z: F.huber_loss(z, z.detach() + 1, reduction="sum") / 16, 1 / 2),
     ],
 )
 def test_a_sum_over_what_the_network_computes_is_many_means(f, weight):
