@@ -557,14 +557,14 @@ def test_curvature_of_one_sample_averages_to_that_of_rows(
         assert error < 0.2 * field.norm()
 
 
-def test_calls_with_a_row_each_have_samples_of_their_own() -> None:
-    """No product of gradients of different calls is in the empirical curvature, in no draw."""
-    model, x, weight = extend(normed(5).double()), torch.randn(7, 6).double(), torch.randn(7).double()
-
-    loss = lambda z: (weight * z.log_softmax(1)[:, 0]).sum()  # noqa: E731
-    expected = fields_of(model, GradientDiagonal(), False, lambda: loss(model(x)))
-    rows = lambda: torch.cat([model(row[None]) for row in x])  # noqa: E731
-    of_calls = fields_of(model, RowDiagonal(generator(0)), True, lambda: loss(rows()))
+@pytest.mark.parametrize("f", [lambda z: -z.log_softmax(1)[:, 0], lambda z: z.square().sum(1) + z.cosh().log().sum(1)])
+def test_calls_with_a_row_each_have_samples_of_their_own(f: Callable) -> None:
+    """No product of gradients of different calls is in the empirical curvature; that of terms of a call is."""
+    model, x = extend(normed(5).double()), torch.randn(7, 6).double()
+    expected = fields_of(model, GradientDiagonal(), False, lambda: f(model(x)).sum())
+    of_calls = fields_of(
+        model, RowDiagonal(generator(0)), True, lambda: torch.cat([f(model(row[None])) for row in x]).sum()
+    )
     assert_close(of_calls, [field / 7 for field in expected])  # times the number of samples, and not yet by the weight
 
 

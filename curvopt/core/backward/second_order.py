@@ -20,7 +20,7 @@ operation with parameters computes. Columns of the cross-entropy of outputs ``[N
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from curvopt.core.losses.roots import (
 )
 from curvopt.core.nodes import Edge, is_compiled, leads_to, leaf_of, name_of, operation, shape_of, walk
 from curvopt.core.products.base import widened
+from curvopt.core.record import ModuleCall, records_of
 from curvopt.core.samples.axes import Samples
 from curvopt.core.samples.layout import Layout, axis_of, labels_along
 from curvopt.errors import CurvoptError, CurvoptWarning
@@ -354,7 +355,7 @@ class SecondOrder:
 
     def _drawn(self, parts: Sequence[Part], kind: MonteCarlo | Empirical) -> list[Columns]:
         """Columns that are drawn, or gradients: of all parts together, or of one call after the other."""
-        vectors, signs = list[Tensor](), dict[int, Tensor]()
+        vectors, signs = list[Tensor](), dict[Hashable, Tensor]()
         for part in parts:
             if isinstance(kind, Empirical):
                 gradients = self._gradients(part, kind, signs)
@@ -369,22 +370,30 @@ class SecondOrder:
         edges = [edge for part in parts for edge in part.edges]
         has_rows = isinstance(kind, MonteCarlo) or any([v.shape[1:2].numel() > 1 for v in vectors])
         if self._generator_of_signs(kind) is not None and not has_rows:
-            # calls with one row each: each has another sample
-            return [Columns([edge], [v]) for edge, v in zip(edges, vectors, strict=True)]
+            samples: dict[Hashable, list[int]] = {}  # calls with one row each have samples of their own
+            for i, edge in enumerate(edges):
+                samples.setdefault(self._calls_behind(edge), []).append(i)
+            return [Columns([edges[i] for i in x], [vectors[i] for i in x]) for x in samples.values()]
         return [Columns(edges, vectors)] if edges else []
 
     def _generator_of_signs(self, kind: MonteCarlo | Empirical) -> torch.Generator | None:
         """The generator of random signs of the rows' gradients, where rows are no samples."""
         return kind.generator if any(x.is_one_sample for x in self.located.distinct_locations) else None
 
-    def _gradients(self, part: Part, kind: MonteCarlo | Empirical, signs: dict[int, Tensor]) -> list[Tensor]:
+    def _calls_behind(self, edge: GradientEdge) -> Hashable:
+        """The calls of models that compute a prediction; its node where there is none."""
+        records = [record for node in walk([edge.node]) for record, *_ in records_of(node)]
+        calls = {record.model_call for record in records if isinstance(record, ModuleCall) and record.model_call}
+        return frozenset(calls) or edge.node
+
+    def _gradients(self, part: Part, kind: MonteCarlo | Empirical, signs: dict[Hashable, Tensor]) -> list[Tensor]:
         """Gradients of single predictions, ``[1, rows, ...]``, with random signs where rows are no samples.
 
         Args:
             part: the part.
             kind: has the generator of the signs.
-            signs: by number of rows. Row n of all parts is of one sample, so they share its sign; calls with one row
-                each have samples of their own.
+            signs: by number of rows. Row n of all parts is of one sample, so they share its sign; of one row each,
+                predictions of one call do.
         """
         weights = self.of_row if self.of_row is not None or isinstance(part, GenericLoss) else part.weights
         assert weights is not None  # beside a remainder
@@ -394,11 +403,11 @@ class SecondOrder:
         generator = self._generator_of_signs(kind)
         if generator is None:
             return gradients
-        for i, g in enumerate(gradients):
-            if g.shape[1] not in signs or g.shape[1] == 1:
-                bits = torch.randint(2, g.shape[1:2], generator=generator, device=generator.device)
-                signs[g.shape[1]] = 2 * bits - 1
-            gradients[i] = g * signs[g.shape[1]].to(g).view(1, -1, *[1] * (g.dim() - 2))
+        for i, (edge, g) in enumerate(zip(part.edges, gradients, strict=True)):
+            rows = g.shape[1] if g.shape[1] > 1 else self._calls_behind(edge)
+            if rows not in signs:
+                signs[rows] = 2 * torch.randint(2, g.shape[1:2], generator=generator, device=generator.device) - 1
+            gradients[i] = g * signs[rows].to(g).view(1, -1, *[1] * (g.dim() - 2))
         return gradients
 
 
