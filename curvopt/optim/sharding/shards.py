@@ -539,9 +539,20 @@ class Shards(Replicas):
 
     @contextmanager
     def owned(self, optimizer: Any, grads: dict[Tensor, Any], collected: Collected) -> Iterator[dict[Tensor, Tensor]]:
-        """Inside, the optimizer has the parameters that this rank owns, whole, at zero, with their gradients."""
+        """Inside, the optimizer has the parameters that this rank owns, whole, at zero, with their gradients.
+
+        Raises:
+            CurvoptError: if other ranks do not send gradients, as they have left out the step.
+        """
         self.begun = False
-        gradients = self.whole({p: grad.to_local() for p, grad in grads.items()})
+        try:
+            gradients = self.whole({p: grad.to_local() for p, grad in grads.items()})
+        except RuntimeError as error:  # of the backend, whose timeout is over
+            raise CurvoptError(
+                f"{type(optimizer).__name__}.step(): the ranks' gradients of step {optimizer._run.step} were not "
+                "exchanged, see the error above. If it is a timeout, a rank has left out this step: agree to leave "
+                "it out on all ranks, by an all-reduce before it."
+            ) from error
         mine, device = [p for p in self.params if self.owns(p)], self.ranks.device
         zeros: dict[Tensor, Tensor] = {
             p: nn.Parameter(torch.zeros((stop - start, *p.shape[1:]), dtype=p.dtype, device=device))

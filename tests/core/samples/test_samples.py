@@ -551,6 +551,12 @@ def stacked_rows() -> Tensor:
     return sum(out.sum() for out in model(torch.randn(3, 4)))
 
 
+def points_of_its_own() -> Tensor:
+    points = torch.randn(5, 4, requires_grad=True)
+    forward = lambda m: torch.autograd.grad(m.net(points).sum(), points, create_graph=True)[0].square().mean()  # noqa: E731
+    return extend(Net(forward, net=mlp()))()
+
+
 ERRORS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "statistics of as many features as rows": (
         pooled(lambda h: torch.stack([h.mean(0), h.std(0), h.amax(0)]), features=6),
@@ -564,6 +570,7 @@ ERRORS: dict[str, tuple[Callable[[], Tensor], str]] = {
         lambda: extend(Net(lambda m, x: m.net(x).mean(0), net=time_first()))(torch.randn(4, 5, 3)).square().sum(),
         r"4 samples along axis 0.*\[5, 3\].*batch_axis=1",
     ),
+    "no inputs": (points_of_its_own, r"called without tensors.*extend\(model.network\)"),
     "empty batch": (lambda: extend(mlp())(torch.randn(0, 4)).sum(), "batch is empty"),
 }
 
