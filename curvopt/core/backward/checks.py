@@ -184,7 +184,7 @@ def warn_of_columns(extensions: Sequence[Extension], columns: int) -> None:
     if columns > MANY_COLUMNS:
         warnings.warn(
             f"{fields_of(extensions)}: the Hessian of the loss has {columns:,} columns, and pulling all of them back "
-            "takes up to as many gradients; DiagGGNMC and KFAC draw one column at random.",
+            'takes up to as many gradients; DiagGGNMC, KFAC and fisher="mc" draw one column at random.',
             CurvoptWarning,
             stacklevel=2,
         )
