@@ -20,13 +20,14 @@ broadcast. All decisions (which curvature is not finite, which bases are renewed
 all ranks, so no rank steps alone.
 
 All ranks build the optimizer from one model, load one checkpoint (that of any rank will do), and call ``step()``
-equally often. A rank that leaves out a step which refreshes curvature ends in an error that names the step; one that
-leaves out another step is a step behind at the next refresh, where its transfers no longer match those of other ranks,
-so that the backend raises an error of its own or waits for ever. So ranks have to agree to leave out a step (as a loss
-is not finite, say), by an all-reduce before it. Ranks that run out of batches before others
-cannot be waited for by ``torch.distributed.algorithms.Join``; give them empty batches. Monte-Carlo samples follow from
-a seed that all ranks share, the number of draws and the rank: each rank has its own stream, and a run resumes bit for
-bit on as many ranks as it had.
+equally often. A rank that leaves out a step which refreshes curvature ends in an error that names the step. Under
+``fully_shard``, so does any other step, once the timeout of the process group is over, if the backend raises an error
+then, as gloo does. With ``DistributedDataParallel`` such a rank is a step behind at the next refresh, where its
+transfers no longer match those of other ranks, so that the backend ends the process or waits for ever. So ranks have to
+agree to leave out a step (as a loss is not finite, say), by an all-reduce before it. Ranks that run out of batches
+before others cannot be waited for by ``torch.distributed.algorithms.Join``; give them empty batches. Monte-Carlo
+samples follow from a seed that all ranks share, the number of draws and the rank: each rank has its own stream, and a
+run resumes bit for bit on as many ranks as it had.
 
 ``optimizer.process_group`` chooses other ranks than all, or with ``None`` a process on its own.
 ``optimizer.communication_dtype = torch.bfloat16`` sends curvature by halves of matrices and in fewer bits, see

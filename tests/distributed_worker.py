@@ -5,6 +5,7 @@ Ranks that have copies or shards of a model take the steps that one process take
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import json
@@ -1228,6 +1229,28 @@ def a_rank_that_leaves_out_a_step() -> None:
             run.optimizer.zero_grad()
         else:
             run.optimizer.step()
+
+
+@check("shards")
+def a_rank_that_leaves_out_a_step_between_refreshes() -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+
+    def make(params: Any) -> KFACSGD:
+        optimizer = KFACSGD(params, fisher="exact", curvature_every=100)
+        optimizer.process_group = group
+        return optimizer
+
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("of_short_patience",))  # else the same as later ones
+    run = Run("shards", make, mesh=mesh).train(own, range(3))
+    run.backward(lambda: run.loss(*own(3)))
+    if dist.get_rank() == 0:
+        with raises("step 3 were not exchanged", "a rank has left out this step"):
+            run.optimizer.step()
+    else:
+        with contextlib.suppress(RuntimeError):  # of the backend, too
+            run.train(own, range(4, 5))
+    dist.barrier()
+    dist.destroy_process_group(group)  # which is broken
 
 
 @check("copies")
