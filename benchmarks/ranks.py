@@ -5,8 +5,9 @@ these also with ``communication_dtype=torch.bfloat16``, whose effect on steps an
 Every byte that passes the loopback device in a step is counted, so nothing else may use it: run it in a container, or
 by ``unshare -n sh -c 'ip link set lo up && python -m benchmarks.ranks'``. Formulas: docs/distributed.md.
 
-The time of a plain step of `KFACSGD` under ``fully_shard`` is that of Python, of the largest share of the products, of
-transfers that wait for each other, and of their bytes. These are measured by themselves, in turn with the whole.
+By a model, a plain step of `KFACSGD` under ``fully_shard`` takes as long as one of a small network (Python, and
+transfers that wait for each other), the largest share of the products, and the bytes there and back. Each of them is
+measured by itself on 2 and more ranks, in turn with the step; the model is drawn for 1.2 billion parameters on GPUs.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -31,8 +33,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.timing import RESULTS, machine, save
-from curvopt.distributed import Ranks, divide_rows
+from curvopt.distributed import Ranks, divide_rows, own_part
 from curvopt.optim import EKFACSGD, KFACSGD
+from curvopt.optim.sharding.shards import Shards
 from curvopt.utils.compression import half, whole
 
 MODELS = ("DistributedDataParallel", "fully_shard")
@@ -53,6 +56,8 @@ TRANSFERS = 5
 LATENCY = 20e-6
 #: Products of a GPU in a second, in flops.
 PRODUCTS = 1e14
+#: Matrices of a transformer of 24 blocks of width 2048.
+TRANSFORMER = 24 * [(6144, 2048), (2048, 2048), (8192, 2048), (2048, 8192)]
 COLOURS = {"SGD": "#000000", "KFACSGD": "#0072B2", "EKFACSGD": "#D55E00"}
 STYLES = {"": "-", ", bfloat16": ":"}
 
@@ -110,22 +115,41 @@ def largest_share(shapes: Sequence[Sequence[int]], ranks: int) -> float:
     return max(loads) / sum(costs)
 
 
-def seconds_of_step(
-    ranks: int, share: float, P: float, python: float, products: float, latency: float, bandwidth: float
-) -> float:
+def bytes_of_step(ranks: int, share: float, P: float) -> float:
+    """That a rank sends in a plain step under ``fully_shard``: its shards of the gradients, and the changes it has."""
+    return 4 * P * (1 / ranks + share) * (ranks - 1) / ranks
+
+
+def seconds_of_step(small: float, products: float, share: float, cores: int, sent: float, bandwidth: float) -> float:
     """Of a plain step of `KFACSGD` under ``fully_shard``, none of whose parts overlap.
 
     Args:
-        ranks: number of ranks.
-        share: the largest part of the products that a rank takes.
-        P: number of parameters, of 4 bytes.
-        python: seconds that do not depend on the model.
-        products: seconds of all products.
-        latency: of a transfer.
-        bandwidth: bytes that a rank sends in a second.
+        small: seconds of a step of few numbers: Python, and transfers that wait for each other.
+        products: seconds of all products on one core (or GPU).
+        share: the largest part of them that a rank takes.
+        cores: among which all of them are divided, where ranks share cores.
+        sent: bytes that a rank sends.
+        bandwidth: of these bytes in a second.
     """
-    sent = 4 * P * (1 / ranks + share) * (ranks - 1) / ranks  # its shards of the gradients, and the changes that it has
-    return python + products * share + (TRANSFERS * latency + sent / bandwidth if ranks > 1 else 0)
+    return small + products * max(share, 1 / cores) + sent / bandwidth
+
+
+def milliseconds_of_transformer(link: float, ranks: int, python: Mapping[str, float], interval: int) -> list[float]:
+    """Of `TRANSFORMER` with blocks of 128, in the order of `MODELS`: a step of `KFACSGD` in the mean over an interval.
+
+    Args:
+        link: bytes a second.
+        ranks: number of ranks.
+        python: seconds of the Python of a step, by model.
+        interval: steps between refreshes.
+    """
+    P, F = sum(prod(shape) for shape in TRANSFORMER), 128 * sum(sum(shape) for shape in TRANSFORMER)
+    products, share = 4 * 128 * P / PRODUCTS, largest_share(TRANSFORMER, ranks)
+    refresh = 4 * F / interval * (ranks - 1) / ranks / link
+    copies, small = (python[model] for model in MODELS)
+    sent = bytes_of_step(ranks, share, P)
+    plain = seconds_of_step(small + TRANSFERS * LATENCY, products, share, ranks, sent, link)
+    return [1e3 * (copies + products + 3 * refresh), 1e3 * (plain + refresh)]
 
 
 def loopback() -> int:
@@ -240,11 +264,11 @@ def packing() -> dict[str, dict[str, float]]:
     return found
 
 
-def trained(settings: Settings, width: int, sharded: bool) -> Callable[[], Any]:
-    """The steps of an optimizer whose next refresh is far off, in this process alone or of all ranks together."""
+def trained(width: int, depth: int, sharded: bool) -> KFACSGD:
+    """An optimizer whose next refresh is far off, of a network on this process alone or on all ranks together."""
     torch.manual_seed(0)
     net: Any = nn.Sequential()
-    for _ in range(settings.depth):
+    for _ in range(depth):
         net.extend([nn.Linear(width, width, bias=False), nn.Tanh()])
     net = wrapped(net, "fully_shard") if sharded else net
     optimizer, x, y = KFACSGD(net, curvature_every=10_000), torch.randn(64, width), torch.randint(width, (64,))
@@ -254,41 +278,59 @@ def trained(settings: Settings, width: int, sharded: bool) -> Callable[[], Any]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
         optimizer.step()
-    return optimizer.step
+    return optimizer
+
+
+def there_and_back(optimizer: KFACSGD) -> Callable[[], Any]:
+    """Sends what a plain step does: shards of each parameter to its owners, and back."""
+    shards, params = optimizer._ranks(), optimizer._params()
+    assert isinstance(shards, Shards)
+    return lambda: shards.slices(shards.whole({p: own_part(p) for p in params}), params)
 
 
 def times(settings: Settings) -> dict[str, float]:
-    """Medians of the seconds of a plain step under ``fully_shard``, and of its parts, which are measured in turn."""
-    ranks, width = dist.get_world_size(), 2 * settings.width
-    few, many = torch.zeros(8), torch.zeros(2**21)
-    received = torch.zeros_like(many)
+    """Medians of the seconds of a plain step under ``fully_shard``, and of its parts, which are measured in turn.
+
+    Each until all ranks have ended it.
+    """
+    ranks, cores, width, depth = dist.get_world_size(), os.cpu_count() or 1, 2 * settings.width, settings.depth
+    together, small = trained(width, depth, True), trained(8, depth, True)
     calls = {
-        "step": trained(settings, width, ranks > 1),
-        "whole": trained(settings, width, False),
-        "python": trained(settings, 8, False),
-        "latency": lambda: dist.all_reduce(few),
-        "bytes": lambda: dist.all_to_all_single(received, many),
+        "step": together.step,
+        "small step": small.step,
+        "alone": trained(width, depth, False).step,
+        "small step alone": trained(8, depth, False).step,
+        "transfers": there_and_back(together),
+        "small transfers": there_and_back(small),
     }
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(settings.repetitions):
         for name, call in calls.items():
             dist.barrier()
             start = perf_counter()
-            call()
+            if "alone" not in name or dist.get_rank() < cores:  # so that none of them waits for a core
+                call()
             dist.barrier()
             taken[name].append(perf_counter() - start)
-        start = perf_counter()
-        dist.barrier()
-        taken.setdefault("barrier", []).append(perf_counter() - start)
     found = {name: statistics.median(each) for name, each in taken.items()}
-    waits = found.pop("barrier")
-    found = {name: seconds - waits for name, seconds in found.items()}
-    bandwidth = 4 * len(many) * (ranks - 1) / ranks / max(found["bytes"] - found["latency"], 1e-9)
-    shapes = settings.depth * [(width, width)]
-    products = found["whole"] - found["python"]
-    P, share = settings.depth * width**2, largest_share(shapes, ranks)
-    model = seconds_of_step(ranks, share, P, found["python"], products, found["latency"], bandwidth)
+    P, share = depth * width**2, largest_share(depth * [(width, width)], ranks)
+    sent, products = bytes_of_step(ranks, share, P), found["alone"] - found["small step alone"]
+    bandwidth = sent / max(found["transfers"] - found["small transfers"], 1e-9)
+    model = seconds_of_step(found["small step"], products, share, cores, sent, bandwidth)
     return found | {"bandwidth": bandwidth, "share": share, "model": model}
+
+
+def python(settings: Settings) -> dict[str, float]:
+    """Median of the seconds of the Python of a plain step, by model, of as many matrices as `TRANSFORMER` has."""
+    found = {}
+    for model in MODELS:
+        optimizer, taken = trained(8, len(TRANSFORMER), model == "fully_shard"), []
+        for _ in range(settings.repetitions):
+            start = thread_time()  # without waiting
+            optimizer.step()
+            taken.append(thread_time() - start)
+        found[model] = statistics.median(taken)
+    return found
 
 
 def work(settings: Settings) -> None:
@@ -297,14 +339,15 @@ def work(settings: Settings) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {model: {name: volumes(settings, model, name) for name in NAMES} for model in MODELS}
     found["effects"] = {model: effects(settings, model) for model in MODELS} if dist.get_world_size() in (2, 3) else {}
-    found["packing"], found["times"] = packing(), times(settings)
+    found["packing"], found["times"] = packing(), times(settings) if dist.get_world_size() > 1 else {}
+    found["python"] = python(settings) if dist.get_world_size() == 2 else {}
     if dist.get_rank() == 0 and settings.worker is not None:
         settings.worker.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 def measure(settings: Settings, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Bytes that a rank sends in a step, by model and optimizer; and `effects` and `packing`."""
+    """Bytes that a rank sends in a step, by model and optimizer; and `effects`, `packing`, `times`, `python`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "volumes.json"
         given = {name: getattr(settings, name) for name in ("width", "depth", "steps", "training", "repetitions")} | {
@@ -316,7 +359,7 @@ def measure(settings: Settings, ranks: int) -> tuple[dict[str, Any], dict[str, A
         subprocess.run([sys.executable, *command, *options], check=True, env=environment)
         steps = json.loads(path.read_text())
     result: dict[str, dict[str, dict[str, float]]] = {}
-    of_dtypes = {name: steps.pop(name) for name in ("effects", "packing", "times")}
+    of_dtypes = {name: steps.pop(name) for name in ("effects", "packing", "times", "python")}
     for model, by_name in steps.items():
         for name, found in by_name.items():
             least, most = min(found[1:]) / ranks, max(found[1:]) / ranks  # the first step tells the shapes, too
@@ -325,7 +368,7 @@ def measure(settings: Settings, ranks: int) -> tuple[dict[str, Any], dict[str, A
     return result, of_dtypes
 
 
-def draw(settings: Settings, measured: Mapping[int, Any], path: Path) -> None:
+def draw(settings: Settings, measured: Mapping[int, Any], large: Mapping[str, Any], path: Path) -> None:
     """Bytes a step in sizes of the model, measured and by formula, and milliseconds of a large model by link."""
     import matplotlib
 
@@ -345,24 +388,12 @@ def draw(settings: Settings, measured: Mapping[int, Any], path: Path) -> None:
             axis.plot(*zip(*dots, strict=True), "o", color=colour, markersize=4)
         axis.set_title(f"{model}: sent by a rank in a step,\nin sizes of the model", fontsize=9)
         axis.set_ylim(bottom=0)
-    # a transformer of 24 blocks of width 2048, blocks of 128
-    shapes = 24 * [(6144, 2048), (2048, 2048), (8192, 2048), (2048, 8192)]
-    P, F = 12 * 24 * 2048**2, 2 * 24 * 128 * 2048 * 9
-    products, counts = 4 * 128 * P / PRODUCTS, COUNTS[1:]
-    shares = {r: largest_share(shapes, r) for r in counts}
-    for link, colour in zip(LINKS, ("#CC79A7", "#E69F00", "#009E73"), strict=True):
-        ddp, sharded = [], []
-        for r in counts:
-            refresh = 4 * F / settings.interval * (r - 1) / r / LINKS[link]
-            ddp.append(1e3 * (products + 3 * refresh))
-            plain = seconds_of_step(r, shares[r], P, 0.0, products, LATENCY, LINKS[link])
-            sharded.append(1e3 * (plain + refresh))
-        axes[2].plot(counts, ddp, "--", color=colour)
-        axes[2].plot(counts, sharded, color=colour, label=link)
-    axes[2].plot(counts, [1e3 * products * shares[r] for r in counts], ":", color="0.4", label="products")
-    axes[2].axhline(1e3 * TRANSFERS * LATENCY, linestyle="-.", color="0.4", label="waiting")
+    for (link, by_ranks), colour in zip(large.items(), ("#CC79A7", "#E69F00", "#009E73"), strict=False):
+        ddp, sharded = zip(*by_ranks.values(), strict=True)
+        axes[2].plot([*by_ranks], ddp, "--", color=colour)
+        axes[2].plot([*by_ranks], sharded, color=colour, label=link)
     axes[2].set_yscale("log")
-    axes[2].set_ylim(bottom=1e-4)  # room for the legend
+    axes[2].set_ylim(bottom=1)
     axes[2].set_title("KFACSGD beyond SGD, 1.2 billion parameters:\nms a step (dashed: DDP)", fontsize=9)
     for axis in axes:
         axis.set_xscale("log", base=2)
@@ -402,14 +433,25 @@ def main() -> None:
     for ranks, (_, of_dtypes) in both.items():
         for shape, found in of_dtypes["packing"].items():
             print(f"| {ranks} | {shape} | {' | '.join(f'{ms:.2f}' for ms in found.values())} |")
-    seconds = {ranks: of_dtypes.pop("times") for ranks, (_, of_dtypes) in both.items()}
-    print("\n| ranks | " + " | ".join(seconds[settings.ranks[0]]) + " |\n|" + "---|" * 9)
-    for ranks, found in seconds.items():
-        print(f"| {ranks} | {' | '.join(f'{number:.3g}' for number in found.values())} |")
+    seconds = {ranks: found for ranks, (_, of_dtypes) in both.items() if (found := of_dtypes.pop("times"))}
+    print("\n| seconds | " + " | ".join(f"{ranks} ranks" for ranks in seconds) + " |\n|" + "---|" * (1 + len(seconds)))
+    for name in next(iter(seconds.values()), {}):
+        print(f"| {name} | {' | '.join(f'{found[name]:.3g}' for found in seconds.values())} |")
+    python_of = [found for _, of_dtypes in both.values() if (found := of_dtypes.pop("python"))]
+    large = {
+        name: {ranks: milliseconds_of_transformer(link, ranks, python_of[0], settings.interval) for ranks in COUNTS[1:]}
+        for name, link in LINKS.items()
+        if python_of
+    }
+    print("\n| ms of 1.2 billion parameters | " + " | ".join(map(str, COUNTS[1:])) + " |\n|" + "---|" * len(COUNTS))
+    for link, by_ranks in large.items():
+        for i, model in enumerate(MODELS):
+            print(f"| {model}, {link} | {' | '.join(f'{each[i]:.3g}' for each in by_ranks.values())} |")
     content = {"machine": machine(), "width": settings.width, "depth": settings.depth, "interval": settings.interval}
     of_dtypes = {"training": settings.training, "dtypes": {ranks: each for ranks, (_, each) in both.items()}}
-    save(settings.out / "ranks.json", content | {"bytes": measured, "times": seconds} | of_dtypes)
-    draw(settings, measured, settings.out / "ranks.png")
+    of_steps = {"bytes": measured, "times": seconds, "python": python_of, "large": large}
+    save(settings.out / "ranks.json", content | of_steps | of_dtypes)
+    draw(settings, measured, large, settings.out / "ranks.png")
     print(f"\nresults: {settings.out / 'ranks.json'}, {settings.out / 'ranks.png'}")
 
 

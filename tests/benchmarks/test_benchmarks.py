@@ -414,8 +414,19 @@ def test_bytes_of_a_step_by_formula(tmp_path):
             sent = [ranks.sent_by_formula(model, name + low, 4, 1e6, 2e6, 20) for low in ranks.LOW]
             assert sent[0] > sent[1] > sent[2] > ranks.sent_by_formula(model, "SGD", 4, 1e6, 2e6, 20)
     found = {model: {name: {"mean": 1e6} for name in ranks.NAMES} for model in ranks.MODELS}
-    ranks.draw(ranks.Settings(), {2: found}, tmp_path / "ranks.png")
+    large = {link: {r: [1.0, 2.0] for r in ranks.COUNTS[1:]} for link in ranks.LINKS}
+    ranks.draw(ranks.Settings(), {2: found}, large, tmp_path / "ranks.png")
     assert (tmp_path / "ranks.png").stat().st_size > 1000
+
+
+def test_the_time_of_a_step_by_its_parts():
+    step = partial(ranks.seconds_of_step, small=1.0, products=8.0, sent=6.0, bandwidth=2.0)
+    assert step(share=0.25, cores=4) == 1 + 8 / 4 + 3
+    assert step(share=0.25, cores=2) == 1 + 8 / 2 + 3  # two ranks take turns on a core
+    python = dict.fromkeys(ranks.MODELS, 0.0)
+    few, many = (ranks.milliseconds_of_transformer(1e9, r, python, 20) for r in (2, 64))
+    assert few[0] < many[0]
+    assert few[1] > many[1]
 
 
 def test_bytes_over_the_loopback_device_are_counted():
