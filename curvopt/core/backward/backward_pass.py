@@ -124,7 +124,7 @@ def read_and_locate(roots: Sequence[Node], as_one_sample: bool = False) -> Locat
             continue
         location = located.location_of(found.call.model)
         if location is None:
-            raise _no_samples(found.call.describe())
+            raise _no_samples(found.call.describe(), found.call.model, graph)
         if found.locate(location):
             located.calls.append(found)
         elif any((edge.node, edge.output_nr) in location.axes.layouts for edge in found.edges.values()):
@@ -139,7 +139,7 @@ def read_and_locate(roots: Sequence[Node], as_one_sample: bool = False) -> Locat
     for p, operands in graph.operands.items():
         location = located.location_of(extended_model(p))
         if location is None:
-            raise _no_samples(f"parameter '{located.name(p)}'")
+            raise _no_samples(f"parameter '{located.name(p)}'", extended_model(p), graph)
         entries, around = find_entry_points(operands, graph, location.axes.layouts)
         functional += parameter_calls(p, entries, location)
         if around:
@@ -160,7 +160,13 @@ def _leave_to_operations(found: CallInGraph, graph: BackwardGraph) -> None:
     found.parameters = {}
 
 
-def _no_samples(what: str) -> CurvoptError:
+def _no_samples(what: str, model: Model | None, graph: BackwardGraph) -> CurvoptError:
+    if any(call.model is model for call, _ in graph.model_calls):
+        return CurvoptError(
+            f"{what}: its model was called without tensors, so it is not known what a sample is. Pass it the "
+            "points that it draws, extend the part of it that gets them, as extend(model.network), or let all points "
+            "be one sample by extend(model, batch_axis=None)."
+        )
     return CurvoptError(
         f"{what}: no call of the extended model that it belongs to leads to this loss, so its samples are not known; "
         "call extend(model) before the forward pass, and the model with inputs (not under curvopt.disable()), or write "
