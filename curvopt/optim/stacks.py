@@ -3,11 +3,11 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial, wraps
 from itertools import groupby
 from math import prod
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +18,22 @@ from curvopt.kroneckers import kfac_mat_prod, sizes_of
 from curvopt.optim.state import ParameterCurvature, curvature_of
 from curvopt.optim.step_size import WIDE, excess, rms_clip_factor
 
-#: Of a vector, into another one, by memory of its size.
-Product = Callable[[Tensor, Tensor, Tensor], Any]
+#: The calls that multiply a vector, into another one, by memory of its size.
+Product = Callable[[Tensor, Tensor, Tensor], list[Callable[[], Any]]]
+Make = TypeVar("Make", bound=Callable[..., Any])
+
+
+def _once(make: Make) -> Make:
+    """What a stack makes of `Stack.memory` that is kept is made once: views and calls take a sixth of a small step."""
+
+    @wraps(make)
+    def made(self: "Stack", flat: Tensor, *more: Any) -> Any:
+        known, key = self._made.get(id(flat), {}), (make, *more)
+        if key not in known:
+            known[key] = make(self, flat, *more)
+        return known[key]
+
+    return made  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,7 @@ class Stack:
         like = {"dtype": dtype, "device": self.params[0].device}
         return torch.cat([torch.full((number,), root, **like) for number, root in runs])  # a list would wait for a GPU
 
+    @_once
     def rows(self, flat: Tensor) -> list[Tensor]:
         """The values of parameters of one size as rows of a matrix, in the order of the parameters; views."""
         pieces = flat.split([number * numel for number, numel in self._alike])
@@ -134,26 +149,41 @@ class Stack:
         first = self.params[0]
         if not first.is_cpu or name not in self._kept:
             dtype = torch.promote_types(first.dtype, torch.float32)
-            self._kept[name] = torch.empty(sum(self.numels), dtype=dtype, device=first.device)
-        return self._kept[name] if first.is_cpu else self._kept.pop(name)
+            vector = torch.empty(sum(self.numels), dtype=dtype, device=first.device)
+            if not first.is_cpu:
+                return vector
+            self._kept[name], self._made[id(vector)] = vector, {}
+        return self._kept[name]
 
     @cached_property
     def _kept(self) -> dict[str, Tensor]:
         return {}
 
+    @cached_property
+    def _made(self) -> dict[int, dict[Any, Any]]:
+        """By the id of a vector that is kept."""
+        return {}
+
     def product(self, name: str, flat: Tensor, transposed: bool = False) -> Tensor:
         """Multiply all entries by the factor lists, or by their transposes, into `memory` of some name."""
-        sizes, result = [part.numel for part in self.parts], self.memory(name)
-        vectors = [each.split(sizes) for each in (flat, result, self.memory("scratch"))]
-        for part, *pieces in zip(self.parts, *vectors, strict=True):
-            part.products[transposed](*pieces)
+        result, calls = self._product(flat, name, transposed)
+        for call in calls:
+            call()
         return result
+
+    @_once
+    def _product(self, flat: Tensor, name: str, transposed: bool) -> tuple[Tensor, list[Callable[[], Any]]]:
+        sizes, result = [part.numel for part in self.parts], self.memory(name)
+        pieces = zip(*(vector.split(sizes) for vector in (flat, result, self.memory("scratch"))), strict=True)
+        products = zip(self.parts, pieces, strict=True)
+        return result, [call for part, each in products for call in part.products[transposed](*each)]
 
     def join(self, name: str, values: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """Values of the parameters, by default their own, in `memory` of some name."""
         tensors = self.params if values is None else [values[param] for param in self.params]
         return torch.cat([tensor.reshape(-1) for tensor in tensors], out=self.memory(name))
 
+    @_once
     def split(self, flat: Tensor) -> list[Tensor]:
         """The values of the parameters in a vector, in their shapes."""
         pieces = _unflatten_dense_tensors(flat, self.params)
@@ -223,8 +253,8 @@ class Stacks:
         return Part(chosen, numel, inputs, (_product(factors, sizes), _product(transposed, sizes)))
 
 
-def _copy(flat: Tensor, result: Tensor, scratch: Tensor) -> None:
-    result.copy_(flat)
+def _copy(flat: Tensor, result: Tensor, scratch: Tensor) -> list[Callable[[], Any]]:
+    return [partial(result.copy_, flat)]
 
 
 def _product(factors: Sequence[Tensor], sizes: Sequence[int]) -> Product:
@@ -238,23 +268,25 @@ def _product(factors: Sequence[Tensor], sizes: Sequence[int]) -> Product:
     one_by_one = groups > 1 and blocks > 1  # of a group after the other, which a CPU does as fast
     if not whole or len(factors) > 2 or (groups > 1 and factors[0].ndim == 2) or (one_by_one and not factors[0].is_cpu):
         of_any = kfac_mat_prod(factors, sizes)
-        return lambda flat, result, scratch: result.copy_(of_any(flat))
+        return lambda flat, result, scratch: [lambda: result.copy_(of_any(flat))]
     first, *last = matrices
 
-    def product(flat: Tensor, result: Tensor, scratch: Tensor) -> None:
+    def product(flat: Tensor, result: Tensor, scratch: Tensor) -> list[Callable[[], Any]]:
         rows = flat.view(len(first), first.shape[-1], -1)
-        left = torch.bmm(first, rows, out=(scratch if last else result).view_as(rows))
+        left = (scratch if last else result).view_as(rows)
+        calls = [partial(torch.bmm, first, rows, out=left)]
         for right in last:
             size = right.shape[-1]
             if blocks == 1:
                 shape = len(right), -1, size
-                torch.bmm(left.view(shape), right, out=result.view(shape))
+                calls.append(partial(torch.bmm, left.view(shape), right, out=result.view(shape)))
             else:
                 pieces = (each.view(groups, -1, blocks, size).transpose(1, 2) for each in (left, result))
                 for piece, out, each in zip(
                     *pieces, right.view(-1, blocks, size, size).expand(groups, -1, -1, -1), strict=True
                 ):
-                    torch.bmm(piece, each, out=out)
+                    calls.append(partial(torch.bmm, piece, each, out=out))
+        return calls
 
     return product
 
