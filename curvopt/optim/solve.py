@@ -18,6 +18,7 @@ from curvopt.kroneckers import (
     pi_dampings,
     renewed_bases,
 )
+from curvopt.optim.accumulation import are_alike
 from curvopt.optim.ranks import Alone
 from curvopt.optim.stacks import Stack
 from curvopt.optim.state import CURVATURE, ParameterCurvature, curvature_of
@@ -109,7 +110,7 @@ class Inverse(Solver):
             for param in group["params"]:
                 kept = curvature_of(states[param])
                 if kept.factors is not None:
-                    kept.inverses = [next(results) for _ in kept.factors]
+                    kept.inverses = _in_place_of(kept.inverses, [next(results) for _ in kept.factors])
                 else:
                     tiny = torch.finfo(curvature.dtype).tiny
                     scale = (curvature + damping).clamp(min=tiny).reciprocal()
@@ -192,6 +193,7 @@ class Eigenbasis(Solver):
                 old, kept.bases = kept.bases, [new[i][0] if i in new else former[i] for i in numbers]
                 spectra = [new[i][1] if i in new else None for i in numbers]
                 self.change_basis(states[param], param.shape, old or [], spectra)
+                kept.bases = _in_place_of(old, kept.bases)
         _, curvature = mean_curvatures(diagonals_of(names, states, ranks), ranks)
         return curvature, {"new_bases": float(ranks.over_owners(torch.tensor(float(len(chosen)))))}
 
@@ -207,6 +209,14 @@ class Eigenbasis(Solver):
             old: its old bases, empty at first.
             spectra: eigenvalues of the factors whose basis is new.
         """
+
+
+def _in_place_of(kept: list[Tensor] | None, new: list[Tensor]) -> list[Tensor]:
+    """The new tensors, in the memory of those that are kept: stacks hold it, and would be made again."""
+    if not kept or kept[0].ndim == 0 or not are_alike(kept, new):  # numbers are no part of a stack
+        return new
+    torch._foreach_copy_(kept, new)  # pyright: ignore[reportPrivateImportUsage]
+    return kept
 
 
 def _chosen(indices: Sequence[int], *columns: Sequence[Any]) -> list[list[Any]]:
