@@ -5,7 +5,8 @@ RMS norm with gains, normalized queries and keys, squared ReLU, capped logits, a
 loss inside of the model and a sum over tokens. Each optimizer takes the same steps, with a rate that falls linearly
 over the last 70 % of its own run; the validation loss is taken at fixed steps. AdamW, schedule-free AdamW, Muon and
 SOAP have the best of four rates, chosen with one seed and reported with other ones; curvopt's optimizers have their
-defaults. Finished runs are kept by their settings, so a call goes on where another one has ended.
+defaults, and `KFACAdamW` once another decay of momentum. Finished runs are kept by their settings, so a call goes on
+where another one has ended.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,10 +202,11 @@ TUNED = {
     "Muon": (muon, (0.005, 0.01, 0.02, 0.04)),
     "SOAP": (soap, (0.002, 0.004, 0.008, 0.016)),
 }
-#: Optimizers with their defaults, and how long they are trained.
+#: Optimizers that are not tuned, and how long they are trained.
 DEFAULTS = {
     "KFACAdamW": (KFACAdamW, 1.0),
     "KFACAdamW, 0.85 of the steps": (KFACAdamW, 0.85),
+    "KFACAdamW, betas=(0.9, 0.95)": (partial(KFACAdamW, betas=(0.9, 0.95)), 1.0),
     "KFACSGD": (KFACSGD, 1.0),
     "EKFACSGD": (EKFACSGD, 1.0),
 }
