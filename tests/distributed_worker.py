@@ -901,7 +901,7 @@ def the_ladder_counts_on_all_ranks() -> None:
     run.train(own, range(2))
     former: dict[Tensor, list[Tensor]] = {}
     for p in run.module.parameters():
-        former[p] = run.optimizer.state[p]["curvature"].inverses
+        former[p] = [inverse.clone() for inverse in run.optimizer.state[p]["curvature"].inverses]
         if p.ndim == 1:
             run.optimizer.state[p]["curvature"].factors[0].fill_(torch.nan)
     run.train(own, range(2, 3))
