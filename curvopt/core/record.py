@@ -382,7 +382,7 @@ class ModuleCall:
         #: Parameters of the module among the inputs: the graph does not show which of their uses are inputs.
         self.given = tuple([p for p in module.parameters() if any([p is leaf for leaf in leaves])]) if leaves else ()
         self.seen = tuple(module._parameters.values())  # torch.func.functional_call exchanges them
-        self.shapes = tuple([out.shape for out in outputs])
+        self.shapes = tuple([torch.Size() if out.is_nested else out.shape for out in outputs])
         self.cache: dict[str, Any] = {}  # what several columns and quantities share; emptied after each backward
         self.settings, self.training = _settings(module, rule), module.training
         #: How the steps came before the samples, where these were put first (see `samples_first`).

@@ -17,10 +17,11 @@ checkpoint recomputes its block), and, while a backward runs, hooks at functions
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -28,8 +29,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from curvopt.core.nodes import consumers_first, leads_further_to, metadata, name_of, outputs_of, shape_of
+from curvopt.core.nodes import consumers_first, leads_further_to, leaf_of, metadata, name_of, outputs_of, shape_of
 from curvopt.core.pytorch_workarounds import running_backward, wrong_together
+from curvopt.core.randomness import RandomState
+from curvopt.errors import CurvoptError
 
 
 class _Listeners(threading.local):
@@ -344,3 +347,57 @@ def _stacked(found: Sequence[Tensor | None]) -> Tensor | None:
     """Results of several vectors, which arrive all or not at all."""
     arrived = [vector for vector in found if vector is not None]
     return torch.stack(arrived) if arrived else None
+
+
+class NotRepeatable(CurvoptError):
+    """The backward of a function gives something else when it is called again."""
+
+
+_repeatable = WeakSet[type]()
+
+
+def check_functions(nodes: Iterable[Node]) -> None:
+    """Call the backward of functions that users wrote twice, once a class: fields need several calls.
+
+    Raises:
+        NotRepeatable: if the calls differ, or one of them changes a ``.grad`` itself.
+    """
+    for node in nodes:
+        kind: Any = type(node)
+        if not isinstance(node, BackwardCFunction) or kind in _repeatable:
+            continue
+        if not kind._forward_cls.__module__.startswith("torch.") and not _is_repeatable(node):
+            raise NotRepeatable(
+                f"{name_of(node)}: the backward of this torch.autograd.Function cannot be called several times, as "
+                "fields need: it overwrites or frees what it saved, or adds to .grad itself, as fused kernels do. Use "
+                "plain operations in its place, or let it keep these; this graph is spoilt, so run the forward again."
+            )
+        _repeatable.add(kind)
+
+
+@torch.no_grad()
+def _is_repeatable(node: Any) -> bool:
+    """Whether a second call finds all as it was; true if there cannot be a first one."""
+    outputs = outputs_of(node)
+    leaves = {leaf for below, _ in node.next_functions if (leaf := leaf_of(below)) is not None}
+    before, random = {leaf: leaf.grad for leaf in leaves}, RandomState([meta.device for meta in outputs])
+    found: list[list[Tensor]] = []
+    try:
+        for leaf in leaves:
+            leaf.grad = torch.zeros_like(leaf)
+        for _ in range(2):
+            with random.again():
+                vectors = [torch.randn(meta.shape, dtype=meta.dtype, device=meta.device) for meta in outputs]
+                found.append([grad.clone().to_dense() for grad in call_node(node, vectors) if grad is not None])
+        if any(leaf.grad is None or bool(leaf.grad.any()) for leaf in leaves):
+            return False
+    except Exception:
+        return not found
+    finally:
+        for leaf, grad in before.items():
+            leaf.grad = grad
+    first, second = found
+    return len(first) == len(second) and all(
+        torch.allclose(a, b, 0.01, float(0.01 * a.abs().amax()) if a.numel() else 0.0, equal_nan=True)
+        for a, b in zip(first, second, strict=True)
+    )

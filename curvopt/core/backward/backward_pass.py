@@ -39,7 +39,7 @@ from curvopt.core.pytorch_workarounds import running_backward, without_reduction
 from curvopt.core.record import Model, ModuleCall, extended_model, extended_name, extended_parameters
 from curvopt.core.samples.axes import Samples
 from curvopt.core.samples.samples import locate
-from curvopt.core.vjp import NodeVjp, listen, pull_each
+from curvopt.core.vjp import NodeVjp, check_functions, listen, pull_each
 from curvopt.errors import CurvoptError
 from curvopt.extensions.base import Extension, naming_fields
 
@@ -114,6 +114,7 @@ def read_and_locate(roots: Sequence[Node], as_one_sample: bool = False) -> Locat
         CurvoptError: where that is not clear, or the results would be wrong.
     """
     graph = read_graph(roots)
+    check_functions(graph.nodes)
     located = LocatedGraph(graph)
     if not graph.operands and not any(found.parameters for found in graph.module_calls.values()):
         return located

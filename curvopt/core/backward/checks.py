@@ -250,8 +250,8 @@ def check_inner_backward(roots: list[Node], extensions: Sequence[Extension]) -> 
     if is_own_backward() or (extensions and any(records_behind(roots, ModuleCall))):
         error = CurvoptError(
             "a backward was started inside of another one, by a function that computes layers again, or by a hook that "
-            "uses an extended module; use torch.utils.checkpoint with use_reentrant=False, and `with backpack():` in a "
-            "hook."
+            "uses an extended module; use torch.utils.checkpoint with use_reentrant=False, torch.autograd.grad in a "
+            "function, and `with backpack():` in a hook."
         )
         raise naming_fields(extensions, error) if extensions else error
 

@@ -23,6 +23,7 @@ from curvopt.core.backward.second_order import SecondOrder
 from curvopt.core.graph import leaves_behind
 from curvopt.core.losses.roots import Gradient, Hessian
 from curvopt.core.samples.samples import EmptyBatch
+from curvopt.core.vjp import NotRepeatable
 from curvopt.errors import CurvoptError
 from curvopt.extensions.base import Extension, fields_of, naming_fields
 
@@ -182,7 +183,7 @@ class backpack(Context):  # noqa: N801 - the name users of BackPACK know
                 return begun
             except BaseException as error:
                 self._abandon()
-                if self.listener is None or not isinstance(error, CurvoptError):
+                if self.listener is None or isinstance(error, NotRepeatable) or not isinstance(error, CurvoptError):
                     raise
                 instead = self.listener.refused(error, request)
                 if instead is None:

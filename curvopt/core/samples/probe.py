@@ -46,7 +46,9 @@ def probe_operands(node: Node, output_nr: int, layout: Layout, N: int) -> list[A
     except (RuntimeError, TypeError, NotImplementedError):
         return [UNKNOWN] * len(node.next_functions)
     return [
-        None if below is None or any(v is None for v in values) else _layout_of(values, eps, N, layout.mixed)
+        None
+        if below is None or any(v is None or v.is_sparse for v in values)
+        else _layout_of(values, eps, N, layout.mixed)
         for (below, _), *values in zip(node.next_functions, *pulled, strict=False)
     ]
 

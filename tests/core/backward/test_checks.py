@@ -27,6 +27,7 @@ from curvopt.extensions import (
     BatchL2Grad,
     DiagGGNExact,
     DiagGGNMC,
+    DiagHessian,
     Extension,
     SqrtGGNExact,
     SqrtGGNMC,
@@ -217,6 +218,79 @@ def test_a_backward_inside_of_a_backward():
         loss = it.lossfunc(it.model[1:](hidden), it.y)
         with refused(it.model, extension.field, "use_reentrant=False", midway=True), backpack(extension()):
             loss.backward()
+
+
+class Kernel(torch.autograd.Function):
+    """A tanh of which the backward does what fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: Tensor, does: str) -> Tensor:
+        y = torch.tanh(x + bias)
+        ctx.save_for_backward(x, y)
+        ctx.does, ctx.bias, ctx.factor = does, bias, 1.0
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, y = ctx.saved_tensors
+        if ctx.does == "scales":
+            ctx.factor = ctx.factor * grad.flatten()[0]
+        found = ctx.factor * grad * (1 - y**2)
+        if ctx.does == "overwrites":
+            y.detach().numpy()[...] = found.detach().numpy()
+            found = y
+        elif ctx.does == "frees":
+            del ctx.factor
+        elif ctx.does == "draws":
+            found = found * torch.rand_like(found)
+        elif ctx.does == "adds":
+            ctx.bias.grad = found.sum(0) if ctx.bias.grad is None else ctx.bias.grad.add_(found.sum(0))
+        elif ctx.does == "detaches":
+            found = found.detach().clone()
+        return found, None if ctx.does == "adds" else found.sum(0), None
+
+
+class Fused(nn.Module):
+    def __init__(self, does: str):
+        super().__init__()
+        self.does, self.first, self.last = does, nn.Linear(4, 5, bias=False), nn.Linear(5, 3)
+        self.bias = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Kernel.apply(self.first(x), self.bias, self.does))
+
+
+@pytest.mark.parametrize("does", ["overwrites", "frees", "scales", "adds"])
+def test_functions_whose_backward_cannot_be_repeated(does: str, monkeypatch: pytest.MonkeyPatch):
+    """Where the loss comes after it or is it; an optimizer does not go on with gradients that are wrong."""
+    monkeypatch.setattr("curvopt.core.vjp._repeatable", set())
+    for extension in (BatchGrad, KFLR):
+        it = problem(Fused(does))
+        bias = torch.zeros(3).double().requires_grad_()
+        for loss in (it.loss(), Kernel.apply(it.model(it.x), bias, does).sum()):
+            with refused(it.model, extension.field, "KernelBackward", "plain operations"), backpack(extension()):
+                loss.backward()
+    it = problem(Fused(does))
+    optimizer = KFACSGD(it.model)
+    for _ in range(2):
+        with pytest.raises(CurvoptError, match="KernelBackward"):
+            it.loss().backward()
+    assert set(optimizer.coverage().values()) == {"none"}
+
+
+def test_functions_that_draw_are_repeated_with_the_same_numbers():
+    it = problem(Fused("draws"))
+    with backpack(KFAC()):
+        it.loss().backward()
+
+
+def test_functions_that_leave_autograd_have_no_second_derivative():
+    it = problem(Fused("detaches"))
+    with backpack(BatchGrad(), KFLR()):
+        it.loss().backward()
+    loss = it.loss()
+    with refused(it.model, "diag_h", "KernelBackward", "leaves autograd", "GGN"), backpack(DiagHessian()):
+        loss.backward()
 
 
 def test_several_vectors_at_once():
