@@ -46,16 +46,25 @@ def at_cost(rows: list[Row], name: str, budget: float) -> float:
     return loss
 
 
-def summary(runs: list[list[Row]], budget: float) -> Result:
-    """Losses of each run at AdamW's cost and at the end, cost of a step and size of the state; ``None`` without end."""
+def summary(runs: list[list[Row]], within: list[list[Row]], budget: float) -> Result:
+    """Losses at AdamW's cost and at the end, cost of a step and size of the state; ``None`` for runs without end.
+
+    Args:
+        runs: of all steps.
+        within: of as many steps as AdamW's cost allows.
+        budget: AdamW's cost.
+    """
 
     def known(loss: float) -> float | None:
         return float(f"{loss:.5g}") if math.isfinite(loss) else None
 
     losses = {
-        f"{name}{where}": [known(loss(rows, name)) if math.isfinite(end(rows)) else None for rows in runs]
+        f"{name}{where}": [known(loss(rows, name)) if math.isfinite(end(rows)) else None for rows in these]
         for name in ("train", "held_out")
-        for where, loss in (("_at_cost", lambda rows, name: at_cost(rows, name, budget)), ("", lambda r, n: r[-1][n]))
+        for where, these, loss in (
+            ("_at_cost", within, lambda rows, name: at_cost(rows, name, budget)),
+            ("", runs, lambda rows, name: rows[-1][name]),
+        )
     }
     done = [rows[-1] for rows in runs if math.isfinite(end(rows))]
     step = statistics.fmean(row["cost"] / row["step"] for row in done) if done else None

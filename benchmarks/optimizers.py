@@ -1,11 +1,12 @@
 """How low optimizers get the loss, in training and held out, at AdamW's cost and at the end: ten tasks, one commit.
 
 Each optimizer is tried with four learning rates and one seed; tables show the rate that ends lowest and the default, of
-three other seeds. Rates fall as a cosine to zero at the last step (but for the schedule-free AdamW), so a dearer
-optimizer is read at AdamW's cost before its rate is small. HessianFree has no rate; it takes an eighth of the steps, of
-batches eight times as large, on two tasks. The cost of a run is its CPU time in units of the plain gradient, in one
-thread, which is timed again and again in between: so it is corrected for what else the machine was doing. Finished runs
-are kept by commit and settings, so a call goes on where another one has ended, and never mixes commits.
+three other seeds. Rates fall as a cosine to zero at the last step (but for the schedule-free AdamW). A dearer optimizer
+is trained twice: in as many steps as AdamW, and in as many as AdamW's cost allows, where its rate is the best of the
+longer run. HessianFree has no rate; it takes an eighth of the steps, of batches eight times as large, on two tasks. The
+cost of a run is its CPU time in units of the plain gradient, in one thread, which is timed again and again in between:
+so it is corrected for what else the machine was doing. Finished runs are kept by commit and settings, so a call goes on
+where another one has ended, and never mixes commits.
 """
 
 from __future__ import annotations
@@ -258,6 +259,10 @@ def entries(value: Any) -> int:
     return entries(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else 0
 
 
+#: Of an optimizer with a rate, one for each seed.
+Runs = dict[tuple[str, float | None], list[list[Row]]]
+
+
 @dataclass(frozen=True)
 class Job:
     """A run, and the folder of runs of its commit."""
@@ -274,6 +279,12 @@ class Job:
         """The rows of the run, which is made unless the folder has it."""
         key = {name: getattr(self, name) for name in ("task", "method", "lr", "seed", "steps")}
         return kept(self.folder, f"{self.task}-{self.method.replace(' ', '')}", key, lambda: Run(self).measure())
+
+
+def affordable(job: Job, runs: Runs, budget: float) -> int:
+    """How many steps a budget allows to an optimizer, at most those of a job, by the cost of its runs."""
+    cost = statistics.fmean(rows[-1]["cost"] / rows[-1]["step"] for rows in runs[job.method, job.lr] if rows)
+    return min(job.steps, round(budget / cost) * METHODS[job.method].large)
 
 
 # ------------------------------------------------------------------------------------------------------------- all runs
@@ -332,7 +343,7 @@ class Bench:
 
     def number(self, task: str) -> int:
         """How many runs a task has, at most."""
-        return sum(len(m.rates) + (2 if m.rates else 1) * len(REPORTED) for m in self.methods(task).values())
+        return sum(len(m.rates) + (4 if m.rates else 2) * len(REPORTED) for m in self.methods(task).values())
 
     def job(self, task: str, method: str, lr: float | None, seed: int) -> Job:
         """A run of the task with its usual steps, or those that are asked for."""
@@ -346,6 +357,13 @@ class Bench:
             self.bar.set_postfix_str(f"{job.task}: {job.method}, seed {job.seed}")
             self.bar.update()
             yield rows
+
+    def runs(self, jobs: list[Job]) -> Runs:
+        """Of each optimizer with each rate, one for each seed."""
+        found: Runs = {}
+        for job, rows in zip(jobs, self.rows(jobs), strict=True):
+            found.setdefault((job.method, job.lr), []).append(rows)
+        return found
 
     def results(self, task: str) -> dict[str, Any]:
         """Everything of one task."""
@@ -366,11 +384,15 @@ class Bench:
             for name, m in methods.items()
             for lr in dict.fromkeys([best[name], m.default])
         ]
-        self.bar.total -= self.number(task) - len(tried) - len(chosen)
-        runs: dict[tuple[str, float | None], list[list[Row]]] = {}
-        for job, rows in zip(chosen, self.rows(chosen), strict=True):
-            runs.setdefault((job.method, job.lr), []).append(rows)
+        runs = self.runs(chosen)
         budget = statistics.fmean(rows[-1]["cost"] for rows in runs["AdamW", best["AdamW"]])
+        dearer = [
+            replace(job, steps=steps)
+            for job in chosen
+            if job.method != "AdamW" and (steps := affordable(job, runs, budget)) < 0.98 * job.steps
+        ]
+        within = runs | self.runs(dearer)
+        self.bar.total -= self.number(task) - len(tried) - len(chosen) - len(dearer)
         return {
             "title": TASKS[task].title,
             "cost": budget,
@@ -380,8 +402,8 @@ class Bench:
                     "lr": best[name],
                     "default": m.default,
                     "tried": [[lr, score if math.isfinite(score) else None] for lr, score in scores[name].items()],
-                    "tuned": summary(runs[name, best[name]], budget),
-                    "defaults": summary(runs[name, m.default], budget),
+                    "tuned": summary(runs[name, best[name]], within[name, best[name]], budget),
+                    "defaults": summary(runs[name, m.default], within[name, m.default], budget),
                 }
                 for name, m in methods.items()
             },
@@ -394,7 +416,7 @@ class Bench:
             seconds = 0.0
             there = len(list((self.settings.cache / self.commit).glob(f"{task}-*.json")))
             for name, m in self.methods(task).items():
-                runs = len(m.rates) + (2 if m.rates else 1) * len(REPORTED)
+                runs = len(m.rates) + (4 if m.rates else 2) * len(REPORTED)
                 seconds += runs * Run(self.job(task, name, m.default, CHOOSING)).seconds()
             left = seconds * max(0, 1 - there / self.number(task))
             total += left

@@ -54,6 +54,12 @@ def test_losses_at_a_cost_are_interpolated_between_evaluations() -> None:
     assert reports.at_cost(run, "train", 10) == 4.0 and reports.at_cost(run, "train", 1000) == 1.0
 
 
+@pytest.mark.parametrize(("method", "budget", "steps"), [("SOAP", 24, 12), ("SOAP", 99, 24), ("HessianFree", 4, 16)])
+def test_a_budget_allows_as_many_steps_as_runs_say(method: str, budget: float, steps: int, tmp_path: Path) -> None:
+    of = job(tmp_path, "mlp", method)
+    assert bench.affordable(of, {(method, of.lr): [rows([4.0]), rows([4.0, 3.0])]}, budget) == steps
+
+
 @pytest.mark.parametrize("name", WITHOUT_FILES)
 def test_every_task_is_trained_and_its_costs_are_in_gradients(name: str, tmp_path: Path) -> None:
     run = bench.Run(job(tmp_path, name, "KFACAdamW", steps=6))
@@ -164,4 +170,4 @@ def test_the_command_resumes_and_does_not_mix_commits(
     capsys.readouterr()
     bench.main(["--task", "mlp", "--plan", *out])
     torch.set_num_threads(threads)
-    assert f"| mlp | {11 * (4 + 2 * 2) + 2} | " in capsys.readouterr().out  # HessianFree has no rate
+    assert f"| mlp | {11 * (4 + 4 * 2) + 2 * 2} | " in capsys.readouterr().out  # HessianFree has no rate
