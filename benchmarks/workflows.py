@@ -82,21 +82,22 @@ def timed(name: str, make: Make, steps: int) -> tuple[list[float], list[float]]:
 def equal_time(steps: int) -> str:
     """At how many workflows an optimizer is below the better of two rates of AdamW, at equal steps and at its time.
 
-    Times are good to a tenth, so the latter varies by two or three.
+    Times are medians of three runs, in turns.
     """
     counts = {name: [0, 0] for name in ("KFACSGD", "KFACAdamW")}
+    makes = [*(partial(adamw, lr=lr) for lr in (1e-3, 3e-3)), *(OPTIMIZERS[name] for name in counts)]
     for workflow in WORKFLOWS:
-        rivals = [timed(workflow, partial(adamw, lr=lr), steps) for lr in (1e-3, 3e-3)]
-        target = min(_last(numbers) for numbers, _ in rivals)
-        budget = min(seconds[-1] for _, seconds in rivals)
-        for name, below in counts.items():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                numbers, seconds = timed(workflow, OPTIMIZERS[name], steps)
-            within = sum(spent <= budget for spent in seconds)
-            below[0] += _last(numbers) < target
-            below[1] += within > 0 and _last(numbers[:within]) < target
-            print(f"{workflow}: {name} takes {seconds[-1] / budget:.1f} times as long", flush=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            turns = [[timed(workflow, make, steps) for make in makes] for _ in range(3)]
+        numbers = [numbers for numbers, _ in turns[0]]
+        seconds = torch.tensor([[spent for _, spent in turn] for turn in turns]).median(0).values.tolist()
+        target, budget = min(map(_last, numbers[:2])), min(spent[-1] for spent in seconds[:2])
+        for (name, below), found, spent in zip(counts.items(), numbers[2:], seconds[2:], strict=True):
+            within = sum(each <= budget for each in spent)
+            below[0] += _last(found) < target
+            below[1] += within > 0 and _last(found[:within]) < target
+            print(f"{workflow}: {name} takes {spent[-1] / budget:.1f} times as long", flush=True)
     told = [
         f"`{name}` on {at_steps} at equal steps and on {at_time} at its time"
         for name, (at_steps, at_time) in counts.items()
