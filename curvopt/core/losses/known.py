@@ -141,11 +141,11 @@ class FactoredLoss:
         """
         rows, total = max(ranks, default=0) + 1, self.curvature.columns
         in_closed_form = rows == 1 and self.loss.input.dim() == 2
-        rank_of_row = torch.tensor(ranks, device=self.loss.input.device)
+        rank_of_row = torch.tensor(ranks, device=self.loss.input.device) if rows > 1 else None  # else no transfer
         for rank in range(rows):
             for start in range(0, total, size):
                 columns = self.curvature.root(start, min(start + size, total))
-                if rows > 1:
+                if rank_of_row is not None:
                     columns = columns * (rank_of_row == rank).view(1, -1, *[1] * (columns.dim() - 2))
                 moment = partial(self._moment, start) if in_closed_form else None
                 yield Columns(self.edges, [cast(columns, self.loss.input.dtype)], moment=moment)
