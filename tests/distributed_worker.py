@@ -987,6 +987,20 @@ def rows_of_large_matrices_have_several_owners() -> None:
 
 
 @check("shards")
+def orthogonalized_matrices_have_one_owner() -> None:
+    make = lambda p: KFACAdamW(p, lr=0.01, fisher="exact", max_factor_size=16, orthogonalize=True, **EVERY)  # noqa: E731
+    run, one = Run("shards", make, language), alone(make, language)
+    data = lambda step: part(words(step))  # noqa: E731
+    assert_close(run.train(data, range(5)), one.train(words, range(5)))
+    run = Run("shards", lambda p: KFACAdamW(p, max_factor_size=16), language).train(data, range(2))
+    before = weights(run)
+    run.optimizer.param_groups[0]["orthogonalize"] = True
+    with raises("got orthogonalize=True after ranks had divided"):
+        run.train(data, range(2, 3))
+    assert all(map(torch.equal, weights(run), before))
+
+
+@check("shards")
 def state_falls_with_the_ranks() -> None:
     def layers() -> nn.Module:
         torch.manual_seed(0)

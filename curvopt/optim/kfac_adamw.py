@@ -104,12 +104,25 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
     had none so far stay where they are. After a mask that is written as ``param.grad *= mask``, multiply the parameter
     by it after each step.
 
+    With ``orthogonalize=True``, the singular values of a matrix's step are made equal before these rules, and the step
+    as long as it was (`orthogonalized`), so that weak directions move as far as strong ones: Muon (Jordan et al. 2024),
+    of AdamW in the eigenbasis in place of momentum. It pays for the matrices inside of a language model, and costs at
+    most 15 products of a matrix with a square one. Give embeddings and the last layer a group without it::
+
+        import torch
+        from curvopt.optim import KFACAdamW
+
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+        groups = [{"params": model[0].parameters(), "orthogonalize": True}, {"params": model[2].parameters()}]
+        optimizer = KFACAdamW(groups, lr=0.02, betas=(0.9, 0.95))
+        optimizer.attach(model)
+
     There is no damping but ``eps``, and no clip: as in Adam, ``lr`` bounds the step. A gradient of a parameter that is
     more than ten times as long as usual is shortened to that, so that one bad batch does not spoil the averages.
 
     Args:
         params: a model, to which the optimizer is attached, or parameters, named parameters or param groups;
-            ``ema`` and the options of AdamW may differ between groups.
+            ``ema``, ``orthogonalize`` and the options of AdamW may differ between groups.
         lr: learning rate of weights with at most ``wide`` inputs, and of vectors.
         betas: decay of the averages of the gradients and their squares.
         eps: added to the root of the mean squares.
@@ -126,6 +139,7 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
         amsgrad: as in AdamW.
         cautious: whether steps uphill are left out, see above.
         wide: number of inputs from which the rate of a weight falls, see above; ``None`` for ``lr`` everywhere.
+        orthogonalize: whether steps of matrices get equal singular values, see above.
         state_dtype: ``torch.bfloat16`` keeps factors, eigenvectors and averages in it between steps, which halves
             their memory there; ``None`` for that of the parameters. It has 8 bits, so averages have to forget:
             ``betas`` and ``ema`` are at most 0.98 then.
@@ -157,6 +171,7 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
         amsgrad: bool = False,
         cautious: bool = True,
         wide: int | None = WIDE,
+        orthogonalize: bool = False,
         state_dtype: torch.dtype | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         maximize: bool = False,
@@ -173,6 +188,7 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
             MomentsInEigenbasis(),
             {
                 "ema": ema,
+                "orthogonalize": orthogonalize,
                 "curvature_every": curvature_every,
                 "inverse_every": inverse_every,
                 "state_dtype": state_dtype,
@@ -199,7 +215,7 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
 
     def _precondition(self, ranks: Alone, grads: dict[Tensor, Tensor], joined: Joined) -> dict[Tensor, Tensor]:
         """The gradients in the eigenbasis."""
-        self._maximized = [bool(self.param_groups[i]["maximize"]) for i, *_ in joined]
+        self._groups = [self.param_groups[i] for i, *_ in joined]
         rotated = [(stack, stack.product("rotated", flat, transposed=True)) for _, stack, flat, _ in joined]
         norms = [
             self._norms(*pair, self.param_groups[i]["betas"][1]) for (i, *_), pair in zip(joined, rotated, strict=True)
@@ -241,12 +257,12 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
                 torch._foreach_zero_(params)  # pyright: ignore[reportPrivateImportUsage]
                 super()._move(ranks, grads, update)
                 steps = [(stack.join("grad"), grad) for stack, grad, _ in self._rotated]
-                if self._quantity.options["cautious"]:
-                    for (stack, grad, norms), (step, _), maximized in zip(
-                        self._rotated, steps, self._maximized, strict=True
-                    ):
+                for (stack, grad, norms), (step, _), group in zip(self._rotated, steps, self._groups, strict=True):
+                    for matrices in stack.matrices(step) if group.get("orthogonalize") else ():
+                        matrices.copy_(orthogonalized(matrices))
+                    if self._quantity.options["cautious"]:
                         product = stack.without_rounding("scratch", grad, norms).mul_(step)
-                        step *= product.ge_(0) if maximized else product.le_(0)
+                        step *= product.ge_(0) if group["maximize"] else product.le_(0)
                 for stack, (step, _) in zip(stacks, steps, strict=True):
                     for piece, more in stack.wide(step, self._quantity.options["wide"]):
                         piece *= more**-0.5
@@ -270,6 +286,23 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
                 state, moves = self.state[param], grads[param] != 0
                 state["moves"] = torch.logical_or(state["moves"], moves) if "moves" in state else moves
                 piece *= state["moves"]
+
+
+def orthogonalized(matrices: Tensor) -> Tensor:
+    """Matrices ``[n, d, e]`` of the same norms whose singular values are about equal.
+
+    Five Newton-Schulz iterations with the coefficients of Muon (Jordan et al. 2024) bring all singular values that are
+    not tiny beside the norm near to 1, within some tenths, and keep the singular vectors.
+    """
+    if matrices.shape[-2] > matrices.shape[-1]:
+        return orthogonalized(matrices.mT).mT
+    least = torch.finfo(matrices.dtype).tiny
+    norms = torch.linalg.matrix_norm(matrices, keepdim=True)
+    x = matrices / norms.clamp(min=least)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+    return x * (norms / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=least))
 
 
 def _measured(sums: Tensor, weight: Tensor) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from curvopt.optim.state import curvature_of
 
 #: The options that say how large the damping is.
 DAMPINGS = ("damping", "relative_damping")
+#: Options that may differ between param groups, beside those of the torch optimizer.
+OF_GROUPS = ("ema", "orthogonalize", *DAMPINGS)
 #: The slowest decay of averages that are kept in bfloat16: what a step adds is at least two units of its 8 bits.
 SLOWEST = 0.98
 
@@ -91,6 +93,8 @@ def check_group_options(
         if name in group and (group[name] is not None or name not in optional):
             check_number(name, group[name])
     check_number("ema", group["ema"], 0, 1)
+    if not isinstance(group.get("orthogonalize", False), bool):
+        raise TypeError(f"orthogonalize must be True or False, got {group['orthogonalize']!r}")
     check_decays(group, state_dtype)
 
 

@@ -43,13 +43,13 @@ class Part:
     Attributes:
         chosen: indices of the parameters.
         numel: number of their entries.
-        inputs: number of inputs of each.
+        matrices: of each, how many matrices it is, and their rows and columns; a vector is one of one column.
         products: with the factor list and its transpose, of all entries, one parameter after the other.
     """
 
     chosen: list[int]
     numel: int
-    inputs: list[int]
+    matrices: list[tuple[int, int, int]]
     products: tuple[Product, Product]
 
 
@@ -71,9 +71,14 @@ class Stack:
         return [param.numel() for param in self.params]
 
     @cached_property
+    def _matrices(self) -> list[tuple[int, int, int]]:
+        """The matrices of each parameter."""
+        return [shape for part in self.parts for shape in part.matrices]
+
+    @cached_property
     def inputs(self) -> list[int]:
-        """Number of inputs of each parameter."""
-        return [number for part in self.parts for number in part.inputs]
+        """Number of inputs of each parameter; of stacked matrices, the larger side, as nothing says which it is."""
+        return [columns if number == 1 else max(rows, columns) for number, rows, columns in self._matrices]
 
     @cached_property
     def _alike(self) -> list[tuple[int, int]]:
@@ -93,6 +98,13 @@ class Stack:
         """The values of parameters of one size as rows of a matrix, in the order of the parameters; views."""
         pieces = flat.split([number * numel for number, numel in self._alike])
         return [piece.view(shape) for piece, shape in zip(pieces, self._alike, strict=True)]
+
+    @_once
+    def matrices(self, flat: Tensor) -> list[Tensor]:
+        """The values of matrices of one shape, ``[n, rows, columns]``, in the order of the parameters; views."""
+        runs = [(len(list(same)) * shape[0], *shape[1:]) for shape, same in groupby(self._matrices)]
+        pieces = zip(flat.split([*map(prod, runs)]), runs, strict=True)
+        return [piece.view(shape) for piece, shape in pieces if min(shape[1:]) > 1]
 
     def norms(self, flat: Tensor) -> Tensor:
         """The norms of the parameters' values, ``[params]``."""
@@ -232,9 +244,9 @@ class Stacks:
     def _part(self, chosen: list[int], params: Sequence[Tensor], kept: Sequence[ParameterCurvature]) -> Part:
         lists: list[list[Tensor]] = [list(getattr(kept[i], self.name) or []) for i in chosen]
         first, numel = lists[0], sum(params[i].numel() for i in chosen)
-        inputs = [_inputs(params[i].shape, factors) for i, factors in zip(chosen, lists, strict=True)]
+        matrices = [_matrices(params[i].shape, factors) for i, factors in zip(chosen, lists, strict=True)]
         if not first or not numel:
-            return Part(chosen, numel, inputs, (_copy, _copy))
+            return Part(chosen, numel, matrices, (_copy, _copy))
         factors, sizes = first, sizes_of(first, params[chosen[0]].shape)
         if first[0].ndim == 0:  # multiples of the identity
             diagonals = [numbers[0].expand(params[i].numel()) for i, numbers in zip(chosen, lists, strict=True)]
@@ -250,7 +262,7 @@ class Stacks:
                 setattr(kept[i], self.name, views)
             sizes = sizes if factors[0].ndim > 1 else [numel]
         transposed = [factor if factor.ndim < 2 else factor.mT for factor in factors]
-        return Part(chosen, numel, inputs, (_product(factors, sizes), _product(transposed, sizes)))
+        return Part(chosen, numel, matrices, (_product(factors, sizes), _product(transposed, sizes)))
 
 
 def _copy(flat: Tensor, result: Tensor, scratch: Tensor) -> list[Callable[[], Any]]:
@@ -295,12 +307,13 @@ def _are_same(items: Sequence[Any], known: Sequence[Any]) -> bool:
     return len(items) == len(known) and all(map(is_, items, known))
 
 
-def _inputs(shape: torch.Size, factors: Sequence[Tensor]) -> int:
-    """Number of inputs of a weight ``[O, *I]``; of a stack of matrices, as their factors show it, the larger side."""
+def _matrices(shape: torch.Size, factors: Sequence[Tensor]) -> tuple[int, int, int]:
+    """Number, rows and columns of the matrices of a weight ``[O, *I]``, or of a stack of some, as its factors show."""
     if len(shape) < 2:
-        return 1
-    stacked = len(factors) == 2 and max((len(f) for f in factors if f.ndim > 2), default=1) > 1
-    return max(sizes_of(factors, shape)) if stacked else prod(shape[1:])
+        return 1, prod(shape), 1
+    groups = max((len(f) for f in factors if f.ndim > 2), default=1) if len(factors) == 2 else 1
+    rows, columns = sizes_of(factors, shape) if groups > 1 else (shape[0], prod(shape[1:]))
+    return groups, rows, columns
 
 
 def _of_one_form(params: Sequence[Tensor], lists: Sequence[list[Tensor] | None]) -> list[list[int]]:

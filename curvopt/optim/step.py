@@ -21,6 +21,7 @@ from curvopt.optim.closures import without_autocast
 from curvopt.optim.curvature import Curvature, Quantity, annealed_interval
 from curvopt.optim.options import (
     DAMPINGS,
+    OF_GROUPS,
     Attached,
     check_attached,
     check_decays,
@@ -125,7 +126,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     ) -> None:
         given = attached or {}
         self._quantity, self._solver = quantity, solver
-        self._group_defaults = {name: options[name] for name in ("ema", *DAMPINGS) if name in options}
+        self._group_defaults = {name: options[name] for name in OF_GROUPS if name in options}
         of_run = {name: value for name, value in options.items() if name not in self._group_defaults}
         check_options(of_run)
         for name, value in of_run.items():

@@ -91,7 +91,18 @@ def test_bases_are_renewed_once_they_have_turned() -> None:
     assert off_diagonals(without_ties(kept.factors[0].unsqueeze(0)), kept.bases[:1])[0] < 1e-6
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3}, {"amsgrad": True}, {"maximize": True}])
+def with_equal_singular_values(matrix: Tensor) -> Tensor:
+    """As five iterations of Muon leave them, which act on each singular value alone; of the same norm."""
+    U, s, V = torch.linalg.svd(matrix, full_matrices=False)
+    new = s / s.norm()
+    for _ in range(5):
+        new = 3.4445 * new - 4.775 * new**3 + 2.0315 * new**5
+    return U @ torch.diag(new * s.norm() / new.norm()) @ V
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.3}, {"amsgrad": True}, {"maximize": True}, {"orthogonalize": True}]
+)
 @pytest.mark.parametrize(("cautious", "wide"), [(True, 128), (True, 5), (False, None)])
 def test_kfac_adamw_is_adamw_in_the_eigenbasis_without_what_goes_uphill(
     options: dict[str, Any], cautious: bool, wide: int | None
@@ -111,6 +122,7 @@ def test_kfac_adamw_is_adamw_in_the_eigenbasis_without_what_goes_uphill(
         if not twins:
             twins = [nn.Parameter(u.T @ w.reshape(-1)) for u, w in zip(U, start, strict=True)]
             options = {"weight_decay": 0.0, **options}
+            equal = options.pop("orthogonalize", False)
             adamw = torch.optim.AdamW(twins, lr=0.02, **options)
         for twin, u, grad in zip(twins, U, grads, strict=True):
             twin.grad = u.T @ grad.reshape(-1)
@@ -121,6 +133,8 @@ def test_kfac_adamw_is_adamw_in_the_eigenbasis_without_what_goes_uphill(
             assert twin.grad is not None
             shorter = 1 if wide is None else min(1, (wide / n) ** 0.5)
             change = (twin.detach() - before) * shorter
+            if equal and n > 1:
+                change = with_equal_singular_values(change.view(-1, n)).reshape(-1)
             uphill = cautious & (change * twin.grad * (-1 if options.get("maximize") else 1) > 0)
             count += int(uphill.sum())
             twin.data.copy_(before + change.masked_fill(uphill, 0))

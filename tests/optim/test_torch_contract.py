@@ -142,6 +142,7 @@ REFUSED: list[tuple[tuple[type, ...], str, Any, type[Exception], str]] = [
     ((KFACSGD,), "rms_clip", "0.1", TypeError, "number"),
     ((KFACAdamW,), "ema", None, TypeError, "number"),
     ((KFACAdamW,), "wide", 2.5, TypeError, "number"),
+    ((KFACAdamW,), "orthogonalize", 1, TypeError, ""),
     ((EKFACSGD,), "inverse_every", True, TypeError, "number"),
     ((HessianFree,), "cg_iterations", 2.5, TypeError, "number"),
     (WITH_CURVATURE, "ema", 1.0, ValueError, ""),

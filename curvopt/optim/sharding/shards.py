@@ -153,7 +153,8 @@ class Shards(Replicas):
         loads, quantity, self.rows = [0] * self.ranks.size, optimizer._quantity, dict[Tensor, dict[int, Any]]()
         for group in optimizer.param_groups:
             costs = [quantity.cost(p, optimizer.inverse_every) for p in group["params"]]
-            rows = [(p.shape[0], quantity.rows_together(p)) for p in group["params"]]
+            whole = group.get("orthogonalize")
+            rows = [(p.shape[0], p.shape[0] if whole else quantity.rows_together(p)) for p in group["params"]]
             self.rows |= zip(group["params"], divide_rows(costs, rows, self.ranks.size, loads), strict=True)
         self.divided = {p: quantity.rows_together(p) for p, rows in self.rows.items() if len(rows) > 1}
         self.pieces: dict[Tensor, int] = {}
@@ -542,8 +543,15 @@ class Shards(Replicas):
         """Inside, the optimizer has the parameters that this rank owns, whole, at zero, with their gradients.
 
         Raises:
-            CurvoptError: if other ranks do not send gradients, as they have left out the step.
+            CurvoptError: if other ranks do not send gradients, as they have left out the step; or if rows of a matrix
+                that is to be orthogonalized have several owners.
         """
+        for group in optimizer.param_groups:
+            if group.get("orthogonalize") and any(p in self.divided for p in group["params"]):
+                raise CurvoptError(
+                    f"{type(optimizer).__name__}.step(): a param group got orthogonalize=True after ranks had divided "
+                    "the rows of its matrices; give it to the constructor, so that each matrix has one owner."
+                )
         self.begun = False
         try:
             gradients = self.whole({p: grad.to_local() for p, grad in grads.items()})
