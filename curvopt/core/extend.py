@@ -42,10 +42,21 @@ class Recorder:
         model: the model.
         owns: whether the module has parameters itself, not only in layers inside of it.
         begins: whether `begin` runs before the forward; a layer inside of a model needs none, as it calls no other.
+
+    Attributes:
+        knows_parameters: whether the parameters of the module and of those inside of it are noted; in copies they are
+            when it is called.
     """
+
+    knows_parameters = False
 
     def __init__(self, path: str, model: Model, owns: bool, begins: bool):
         self.path, self.model, self.owns, self.begins = path, model, owns, begins
+        self.knows_parameters = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, whose parameters are other ones."""
+        return {name: value for name, value in vars(self).items() if name != "knows_parameters"}
 
     @property
     def __name__(self) -> str:
@@ -78,6 +89,8 @@ class Recorder:
             kwargs, output = {}, kwargs
         if compiles:
             return outside_of_graphs(self, module, args, kwargs, output, True)
+        if not self.knows_parameters:
+            remember_parameters(module)
         model_call = running.call
         outermost = running.end() if self.begins else model_call is None
         if not (self.owns or outermost):
@@ -128,6 +141,7 @@ def remember_parameters(module: nn.Module) -> None:
         recorder = _recorder_of(child)
         if recorder is not None:
             note_parameters(child, recorder.path, recorder.model)
+            recorder.knows_parameters = True
 
 
 def _model_of(module: nn.Module, batch_axis: int | None) -> Model:

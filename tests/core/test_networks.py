@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from cases import (
     Case,
+    Math,
     Net,
     OfPacked,
     Problem,
@@ -218,9 +219,21 @@ def test_two_kinds_of_calls_that_mix_samples_have_one_factor():
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), lambda model: model.float().double()],
     ids=["deepcopy", "pickle", "dtype"],
 )
-@pytest.mark.parametrize("name", ["decoder, tied by a module", "siamese"])
-def test_copied_or_moved_after_extend(name: str, move: Callable[[nn.Module], nn.Module]):
-    problem = extended(NET[name])
+@pytest.mark.parametrize(
+    "case",
+    [
+        NET["decoder, tied by a module"],
+        NET["siamese"],
+        Case(
+            "encoder",
+            lambda: Math(nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True), nn.Flatten(), nn.Linear(8, 2)),
+            normal(3, 2, 4),
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_copied_or_moved_after_extend(case: Case, move: Callable[[nn.Module], nn.Module]):
+    problem = extended(case)
     used = problem.loss()  # what a forward leaves behind must not stand in the way
     backward(problem, BatchGrad, DiagGGNExact)
     moved = move(problem.model)
@@ -228,7 +241,12 @@ def test_copied_or_moved_after_extend(name: str, move: Callable[[nn.Module], nn.
         with torch.no_grad():
             for p in problem.model.parameters():
                 p.zero_()
-    check_all(Problem(moved, problem.x, problem.y))
+    problem = Problem(moved, problem.x, problem.y)
+    for p in moved.parameters():
+        vars(p).clear()  # a pickle has the fields
+    backward(problem, BatchGrad)  # before it is extended again
+    assert all("grad_batch" in vars(p) for p in moved.parameters())
+    check_all(problem)
     del used
 
 
