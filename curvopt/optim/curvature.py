@@ -373,7 +373,7 @@ class Curvature:
     def _context(self) -> Iterator[None]:
         """Collect from the backward inside; drop that if it raises."""
         optimizer = self.optimizer
-        optimizer._check_precision()
+        optimizer._check_state()
         ranks = optimizer._ranks()
         extensions = self.quantity.extensions(self)
         request = Request(

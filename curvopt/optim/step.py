@@ -44,6 +44,7 @@ from curvopt.optim.state import (
     Run,
     curvature_of,
     exporting,
+    fits,
     have_curvature,
     importing,
     in_full_precision,
@@ -146,7 +147,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._shards: Any = None
         self._stacks: dict[int, Stacks] = {}
         self._said: set[str] = set()
-        self._checked_dtypes: list[torch.dtype | None] = []
+        self._checked: list[Any] = []  # dtypes and shapes that fit the state
         self._runs_closure = False
         self._measured: Callable[[], dict[str, Any]] = dict  # of the last step, once somebody asks
 
@@ -458,8 +459,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Parameters of a group whose curvature has one form, together."""
         return self._stacks.setdefault(group, Stacks(self._solver.field)).of(params, self.state)
 
-    def _check_precision(self, grads: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Refuse parameters that have another precision than their curvature or, before a step, their moments.
+    def _check_state(self, grads: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Refuse parameters of another precision or shape than their curvature or, before a step, their moments.
+
+        Fused kernels of torch write beyond the memory of moments that are too small.
 
         Args:
             grads: of the step; ``None`` before a backward.
@@ -468,8 +471,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             CurvoptError: if there is one.
         """
         params = self._params()
-        dtypes = [self.state_dtype, *(param.dtype for param in params)]
-        if dtypes == self._checked_dtypes:
+        now = [self.state_dtype, *((param.dtype, param.shape) for param in params)]
+        if now == self._checked:
             return
         all_fit = grads is not None
         for param, state in self.state.items():
@@ -479,17 +482,28 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
                     kept.append((name, value, (grads or {}).get(param, param).dtype))
             for name, tensor, usual in kept:
-                if tensor.dtype in (param.dtype, usual, self.state_dtype):
+                if tensor.dtype not in (param.dtype, usual, self.state_dtype):
+                    differs = (
+                        f"in {tensor.dtype}, but the parameter is now of {param.dtype}; after a change of the model's "
+                        "precision call optimizer.load_state_dict(optimizer.state_dict())"
+                    )
+                elif not is_sharded(param) and not (
+                    fits(factors, param.shape) if factors and name == CURVATURE else tensor.shape == param.shape
+                ):
+                    differs = (
+                        f"of another shape than that of the parameter, {list(param.shape)}; load the state of an equal "
+                        "model, or `del optimizer.state[parameter]` where the parameter was resized"
+                    )
+                else:
                     continue
                 all_fit = False
                 if any(param is each for each in (params if grads is None else grads)):
                     raise CurvoptError(
-                        f"{self._names()[param]}: {type(self).__name__} keeps its {name} in {tensor.dtype}, but the "
-                        f"parameter is now of {param.dtype}; after a change of the model's precision call "
-                        "optimizer.load_state_dict(optimizer.state_dict()). Parameters and state are unchanged."
+                        f"{self._names()[param]}: {type(self).__name__} keeps its {name} {differs}. Parameters and "
+                        "state are unchanged."
                     )
         if all_fit:
-            self._checked_dtypes = dtypes
+            self._checked = now
 
     def _accepted(
         self, ranks: Alone, grads: dict[Tensor, Tensor], collected: Collected, joined: Joined
@@ -500,7 +514,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             CurvoptError: if a gradient is not finite, a parameter changed its precision, or all curvature was not
                 finite.
         """
-        self._check_precision(grads)
+        self._check_state(grads)
         who, params = type(self).__name__, list(grads)
         # not finite if the loss weighs nothing
         new = means_of(collected.curvature, collected.weight)
@@ -705,7 +719,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _import(self, exported: dict[str, Any]) -> None:
         self._ranks().load(type(self).__name__, exported, self.state)
         self._run.load(exported)
-        self._curvature.ranks_agree, self._measured = False, dict
+        self._curvature.ranks_agree, self._measured, self._checked = False, dict, []
 
     def state_dict(self) -> dict[str, Any]:
         """State of the torch optimizer plus all that a run needs to continue bit for bit."""

@@ -674,6 +674,36 @@ def test_state_of_other_shapes_is_refused(make: Callable) -> None:
         assert not other.optimizer.state and counters(other.optimizer)["step"] == 0
 
 
+@every_optimizer
+@pytest.mark.parametrize("how", ["resized", "loaded"])
+def test_moments_of_another_shape_are_refused(make: Callable, how: str) -> None:
+    """Kernels of torch would write beyond their memory; of parameters with curvature and without."""
+    extras = [nn.Parameter(torch.zeros(n)) for n in (3, 2)]
+    runs = [Run(lambda params, extra=extra: make([*params, extra])) for extra in extras]
+
+    def train(run: Run, extra: Tensor) -> None:
+        run.train(1, lambda step: run.loss(step) + extra.sum())
+
+    with pytest.warns(CurvoptWarning, match=r"for 0\.6, which are of no extended module"):
+        for run, extra in zip(runs, extras, strict=True):
+            train(run, extra)
+    run = runs[1]
+    changed = [*run.model[5].parameters()] if how == "resized" else extras[1:]
+    if how == "loaded":
+        run.optimizer.load_state_dict(runs[0].optimizer.state_dict())
+    for param in changed if how == "resized" else ():
+        param.data = torch.cat([param, param[:2]])
+    weights, state = run.weights(), copy.deepcopy(numbers(run.optimizer)["state"])
+    with pytest.raises(CurvoptError, match=r"keeps its \w+ of another shape.*del optimizer.state\[parameter\]"):
+        train(run, extras[1])
+    assert_equal(weights, run.weights())
+    torch.testing.assert_close(numbers(run.optimizer)["state"], state, rtol=0, atol=0)
+    for param in changed:
+        del run.optimizer.state[param]
+    loss = run.full_loss()
+    assert run.train(range(2, 12)).full_loss() < loss
+
+
 # ---------------------------------------------------------------------------------------------------- errors and limits
 
 
