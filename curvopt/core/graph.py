@@ -200,6 +200,11 @@ class BackwardGraph:
     inside: set[Operand] = field(default_factory=set)
 
     @cached_property
+    def node_of(self) -> dict[Tensor, Node]:
+        """The node of each leaf."""
+        return {leaf: node for node, leaf in self.leaves.items()}
+
+    @cached_property
     def users(self) -> dict[Edge, list[Operand]]:
         """The operations that use an output of a node."""
         users: dict[Edge, list[Operand]] = {}
@@ -216,8 +221,7 @@ class BackwardGraph:
 
     def operands_among(self, nodes: Collection[Node], parameters: Iterable[Tensor]) -> dict[Operand, Any]:
         """How parameters enter a set of nodes: operands, and the parameter that each is."""
-        ends = {leaf: node for node, leaf in self.leaves.items()}
-        users = {p: self.users.get((ends[p], 0), ()) for p in parameters if p in ends}
+        users = {p: self.users.get((self.node_of[p], 0), ()) for p in parameters if p in self.node_of}
         return {user: p for p, using in users.items() for user in using if user[0] in nodes}
 
     @cached_property

@@ -185,6 +185,7 @@ class Backward(NamedTuple):
         to_some_inputs: whether it was given inputs, so that it may not reach all calls of a parameter.
         create_graph: whether it builds a graph, so that fields can be differentiated.
         batched: whether several vectors are pulled back at once (``is_grads_batched=True``).
+        leaves: returns the leaf tensors behind the roots.
     """
 
     roots: Mapping[Edge, Tensor]
@@ -192,6 +193,7 @@ class Backward(NamedTuple):
     to_some_inputs: bool
     create_graph: bool
     batched: bool
+    leaves: Callable[[], set[Tensor]]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from curvopt.core.backward.backward_pass import Backward, BackwardPass, Request,
 from curvopt.core.backward.checks import check_derivatives, check_request
 from curvopt.core.backward.intercept import Context
 from curvopt.core.backward.second_order import SecondOrder
-from curvopt.core.graph import leaves_behind
 from curvopt.core.losses.roots import Gradient, Hessian
 from curvopt.core.samples.samples import EmptyBatch
 from curvopt.core.vjp import NotRepeatable
@@ -193,10 +192,8 @@ class backpack(Context):  # noqa: N801 - the name users of BackPACK know
 
     def _run(self, call: Callable[..., Any], how: Backward) -> Any:
         """A call into autograd, with its graph read (and the request checked) before anything is computed."""
-        if self.listener is not None:
-            leaves = leaves_behind([node for node, _ in how.roots])
-            if not (how.accumulates and self.listener.wanted(leaves)):
-                return call()
+        if self.listener is not None and not (how.accumulates and self.listener.wanted(how.leaves())):
+            return call()
         run = self._begin(how)
         if run is None:
             return call()  # a gradient of something else

@@ -145,13 +145,14 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
         return call()
     if not (contexts or (accumulates and not listeners() and any(each._is_due() for each in all_observers()))):
         return call()
+    leaves = functools.cache(lambda: leaves_behind(roots))
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():  # where leaves have no nodes
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         if accumulates and (contexts or not listeners()):
             # attached optimizers first: they take their fields off, and leave fields of the user
-            contexts = [*_observing(stack, lambda: set(inputs) if inputs else leaves_behind(roots)), *contexts]
+            contexts = [*_observing(stack, lambda: set(inputs) if inputs else leaves()), *contexts]
             if len(contexts) > 1:
                 together = tuple(contexts)  # of attached optimizers, then one of the user, for one backward
                 listeners().append(together)
@@ -167,7 +168,7 @@ def _watched_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kw
             if edge[0] is not None:
                 grad = root.new_ones(()) if grad is None and isinstance(root, Tensor) else grad
                 given[edge] = given[edge] + grad if edge in given else grad
-        how = Backward(given, accumulates, bool(inputs), bool(args[2]), batched)
+        how = Backward(given, accumulates, bool(inputs), bool(args[2]), batched, leaves)
         run: Callable[[], Any] = call
         for context in reversed(contexts):
             run = functools.partial(context._run, run, how)

@@ -312,6 +312,9 @@ def moment_of_parts(parts: Iterable[Tensor], scale: float, limit: int | None = N
             dtype, (G, F, _) = x.dtype, x.shape
             size = F if limit is None or F <= limit else costs.even_share(F, limit)
             moments = widened(x.new_zeros(G, -(-F // size), size, size))
+        if moments.shape[1] == 1:
+            add_square(moments[:, 0], x, scale)
+            continue
         for block, of_block in zip(moments.unbind(1), x.split(size, 1), strict=True):
             features = of_block.shape[1]
             add_square(block[:, :features, :features], of_block, scale)
@@ -322,8 +325,11 @@ def moment_of_parts(parts: Iterable[Tensor], scale: float, limit: int | None = N
 def add_square(total: Tensor, x: Tensor, scale: float) -> None:
     """``total += scale x @ xᵀ`` of ``[G, F, R]``; above the diagonal alone where copies of that cost less."""
     F, R = x.shape[1:]
-    size = costs.SYMMETRIC_BLOCK if costs.by_blocks(F, R, x.device.type) else F
-    for start in range(0, F, max(size, 1)):
+    if not costs.by_blocks(F, R, x.device.type):
+        add_product(total, x, x.mT, scale)
+        return
+    size = costs.SYMMETRIC_BLOCK
+    for start in range(0, F, size):
         here, after = slice(start, start + size), slice(start + size, F)
         add_product(total[:, here, here], x[:, here], x[:, here].mT, scale)
         if start + size < F:

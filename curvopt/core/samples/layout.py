@@ -202,6 +202,8 @@ class OperationCall:
 
     def broadcast(self, shape: torch.Size | None) -> AnyLayout:
         """The layout of an operand whose last axes are the output's; ``None`` if it is repeated."""
+        if shape == self.shape:
+            return self.layout
         index = self.axis.index - len(self.shape) + len(shape or ())
         if shape is None or index < 0 or shape[index] != self.shape[self.axis.index]:
             return None
