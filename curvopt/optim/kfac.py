@@ -347,7 +347,10 @@ class ScaledEigenbasis(Eigenbasis):
         """To the eigenbasis, divided there, and back."""
         mean, info = mean_curvature.to(grad), torch.finfo(grad.dtype)
         kept = {p: curvature_of(states[p]) for p in stack.params}
-        of = {p: mean.expand(p.numel()) if not k.bases or k.scales is None else k.scales for p, k in kept.items()}
+        of = {
+            p: mean.expand(p.shape) if not k.bases or k.scales is None else k.scales.view(p.shape)
+            for p, k in kept.items()
+        }
         if group["relative_damping" if group["damping"] is None else "damping"] > 0:
             scales = stack.join("scales", of)
             dampings = dampings_of(group, [means.get(p, mean) for p in stack.params], mean)

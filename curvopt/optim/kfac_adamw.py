@@ -233,18 +233,23 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
         if not all("exp_avg_sq" in state for state in states):
             return torch.stack([torch.zeros_like(norms), norms], 1)
         ages = [1 - decay ** float(state["step"]) for state in states]
-        means = torch._foreach_div(sums_of([state["exp_avg_sq"] for state in states]), ages)  # pyright: ignore[reportPrivateImportUsage]
-        return torch.stack([torch.stack(means).to(norms).sqrt(), norms], 1)
+        means = torch.stack(sums_of([state["exp_avg_sq"] for state in states]))
+        if len(set(ages)) == 1:  # all parameters have moved in all steps
+            means = means / ages[0]
+        else:
+            means = torch.stack(torch._foreach_div(means.unbind(), ages))  # pyright: ignore[reportPrivateImportUsage]
+        return torch.stack([means.to(norms).sqrt(), norms], 1)
 
     def _bound(self, stack: Stack, grad: Tensor, usual: Tensor, norms: Tensor) -> Tensor:
         """Shorten gradients to `LARGEST_JUMP` times what is usual, as factors are, in place; return their norms.
 
         So one bad batch does not hold up the moments. A parameter whose gradients were zero so far is left alone.
         """
-        factors = torch.where(usual > 0, LARGEST_JUMP * usual / norms, 1.0)
-        if grad.is_cpu and not bool(factors.min() < 1):  # a step that reads one would wait for another device
+        largest = LARGEST_JUMP * usual
+        if grad.is_cpu and not bool((norms > largest).any()):  # a step that reads one would wait for another device
             return norms
-        stack.scale(grad, factors := factors.clamp(max=1.0))
+        factors = torch.where(usual > 0, largest / norms, 1.0).clamp(max=1.0)
+        stack.scale(grad, factors)
         return norms * factors
 
     def _move(self, ranks: Alone, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:

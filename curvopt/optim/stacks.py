@@ -106,14 +106,18 @@ class Stack:
         pieces = zip(flat.split([*map(prod, runs)]), runs, strict=True)
         return [piece.view(shape) for piece, shape in pieces if min(shape[1:]) > 1]
 
+    def _columns(self, numbers: Tensor) -> Sequence[Tensor]:
+        """Numbers ``[params]`` as columns beside the `rows`."""
+        return numbers.unsqueeze(1).split_with_sizes([number for number, _ in self._alike])
+
     def norms(self, flat: Tensor) -> Tensor:
         """The norms of the parameters' values, ``[params]``."""
         return torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in self.rows(flat)])
 
     def scale(self, flat: Tensor, factors: Tensor) -> None:
         """Multiply the values of each parameter by a factor, ``[params]``, in place."""
-        for rows, column in zip(self.rows(flat), factors.split([n for n, _ in self._alike]), strict=True):
-            rows.mul_(column.unsqueeze(1))
+        for rows, column in zip(self.rows(flat), self._columns(factors), strict=True):
+            rows.mul_(column)
 
     def without_rounding(self, name: str, flat: Tensor, norms: Tensor) -> Tensor:
         """The values, but zero where they are so small beside their parameter's norm that rounding chose their sign.
@@ -122,8 +126,8 @@ class Stack:
         """
         kept = torch.abs(flat, out=self.memory(name))
         limits = 10 * torch.finfo(flat.dtype).eps * norms
-        for rows, limit in zip(self.rows(kept), limits.split([n for n, _ in self._alike]), strict=True):
-            rows.gt_(limit.unsqueeze(1))
+        for rows, limit in zip(self.rows(kept), self._columns(limits), strict=True):
+            rows.gt_(limit)
         return kept.mul_(flat)
 
     def wide(self, flat: Tensor, wide: int | None = WIDE) -> list[tuple[Tensor, float]]:
@@ -192,8 +196,9 @@ class Stack:
 
     def join(self, name: str, values: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """Values of the parameters, by default their own, in `memory` of some name."""
-        tensors = self.params if values is None else [values[param] for param in self.params]
-        return torch.cat([tensor.reshape(-1) for tensor in tensors], out=self.memory(name))
+        joined, tensors = self.memory(name), self.params if values is None else [values[p] for p in self.params]
+        torch._foreach_copy_(self.split(joined), tensors)  # pyright: ignore[reportPrivateImportUsage]
+        return joined
 
     @_once
     def split(self, flat: Tensor) -> list[Tensor]:
@@ -271,6 +276,8 @@ def _copy(flat: Tensor, result: Tensor, scratch: Tensor) -> list[Callable[[], An
 
 def _product(factors: Sequence[Tensor], sizes: Sequence[int]) -> Product:
     """`kfac_mat_prod` of a vector; of matrices and whole blocks by one batched product for each."""
+    if len(factors) == 1 and factors[0].ndim == 1:
+        return lambda flat, result, scratch: [partial(torch.mul, flat, factors[0], out=result)]
     groups = max((len(factor) for factor in factors if factor.ndim > 2), default=1)
     matrices = [
         each.reshape(-1, *each.shape[-2:]) for each in (factors[0], *(f.mT for f in factors[1:])) if each.ndim > 1

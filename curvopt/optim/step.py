@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
+from inspect import unwrap
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -624,7 +625,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             group = self.param_groups[i]
             update = self._solver.solve(stack, grad, group, self.state, run.mean_curvature, means)
             # 0 where masks hold a gradient at zero, else 1
-            update *= (moves := torch.sign(grad, out=stack.memory("scratch")).abs_())
+            update *= (moves := torch.ne(grad, 0, out=stack.memory("scratch")))
             solved.append((stack, update))
             norms.append(torch.stack([stack.norms(update), stack.norms(moves)], 1))
         whole = ranks.over_pieces((param for stack, _ in solved for param in stack.params), norms, norms=True)
@@ -644,9 +645,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def _move(self, ranks: Alone, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """Run the step of the torch optimizer, without its weight decay, on ``update`` in place of the gradients."""
-        step = super().step.__func__  # type: ignore[attr-defined]
-        while getattr(step, "hooked", False):  # step hooks of users run around our step already
-            step = step.__wrapped__
+        # hooks of users run around our step already, and it is without gradients
+        step = unwrap(super().step.__func__)  # type: ignore[attr-defined]
         decays = [group.get("weight_decay") for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
