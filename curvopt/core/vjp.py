@@ -401,3 +401,26 @@ def _is_repeatable(node: Any) -> bool:
         torch.allclose(a, b, 0.01, float(0.01 * a.abs().amax()) if a.numel() else 0.0, equal_nan=True)
         for a, b in zip(first, second, strict=True)
     )
+
+
+def loses_derivative(node: Any) -> bool:
+    """Whether the backward of a function that users wrote lacks its derivative.
+
+    It leaves autograd, as kernels do, or returns what the forward has computed, as fused losses do: numbers that are
+    saved without their graph, while nothing depends on an input. A linear function that saves a constant matrix looks
+    the same.
+    """
+    if not isinstance(node, BackwardCFunction) or type(node)._forward_cls.__module__.startswith("torch."):  # type: ignore[attr-defined]
+        return False
+    with torch.enable_grad():
+        ones = [torch.ones(meta.shape, dtype=meta.dtype, device=meta.device) for meta in outputs_of(node)]
+        given = [one.requires_grad_(one.is_floating_point() or one.is_complex()) for one in ones]
+        found = [grad for grad in call_node(node, given) if grad is not None and grad.any()]
+        # a backward is linear in what it gets, so a result that does not depend on it has left autograd
+        if not all(grad.requires_grad for grad in found):
+            return True
+        kept = [*node.saved_tensors, *(value for value in vars(node).values() if isinstance(value, Tensor))]
+        if not found or not any(t.is_floating_point() and t.ndim and not t.requires_grad for t in kept):
+            return False
+        below = [GradientEdge(edge, nr) for edge, nr in node.next_functions if edge is not None]
+        return all(each is None for each in pull(found, below, [torch.ones_like(grad)[None] for grad in found]))

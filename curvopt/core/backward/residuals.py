@@ -28,7 +28,7 @@ from curvopt.core.nodes import is_complex, name_of, precisions, shape_of
 from curvopt.core.operations import Residual, nonlinear_operations
 from curvopt.core.products.base import Chunk, Dense
 from curvopt.core.samples.layout import Layout
-from curvopt.core.vjp import cut, pull
+from curvopt.core.vjp import cut, loses_derivative, pull
 from curvopt.errors import CurvoptError, CurvoptWarning
 from curvopt.extensions.base import Extension, fields_of
 
@@ -189,8 +189,13 @@ def residual_columns(residual: Residual, grads: list[Tensor], N: int, size: int,
         size: columns at a time.
         modify: replace R by its positive part (``"clip"``) or absolute value (``"abs"``), else leave it.
     """
-    in_python = isinstance(residual.node, BackwardCFunction)
-    if in_python:
+    if loses_derivative(residual.node):
+        raise CurvoptError(
+            f"{name_of(residual.node)}: its backward leaves autograd (numpy, a kernel, detach) or returns what its "
+            "forward computed, so its second derivative is not known; write it by operations of PyTorch, or use a GGN "
+            "quantity."
+        )
+    if isinstance(residual.node, BackwardCFunction):
         # a function that is differentiable once protests only if its gradient could be differentiated
         grads = [grad if grad.requires_grad else grad.detach().requires_grad_() for grad in grads]
     # stay within the operation: an input may depend on another, and the gradient (under create_graph) on all of them
@@ -199,12 +204,6 @@ def residual_columns(residual: Residual, grads: list[Tensor], N: int, size: int,
         # the backward of the operation at a fixed gradient, as a function of the operation's inputs
         outputs = [GradientEdge(residual.node, nr) for nr in residual.outputs]
         pulled = pull(outputs, residual.inputs, [grad.unsqueeze(0) for grad in grads])
-        # a backward is linear in what it gets, so a result that does not depend on it has left autograd
-        if in_python and any(p is not None and not p.requires_grad and p.any() for p in pulled):
-            raise CurvoptError(
-                f"{name_of(residual.node)}: its backward leaves autograd (numpy, a kernel, detach), so its second "
-                "derivative is not known; write it by operations of PyTorch, or use a GGN quantity."
-            )
         found = [(e, p[0]) for e, p in zip(residual.inputs, pulled, strict=True) if p is not None and p.requires_grad]
     if not found:
         return

@@ -32,7 +32,7 @@ from curvopt.core.losses.known import KnownLoss
 from curvopt.core.losses.roots import Columns, NotConvex, NotCurved
 from curvopt.core.nodes import metadata, name_of, saved, shape_of, walk
 from curvopt.core.record import records_of
-from curvopt.core.vjp import NodeVjp, call_node
+from curvopt.core.vjp import NodeVjp, call_node, loses_derivative
 from curvopt.errors import CurvoptError
 
 #: How a loss of no known kind is reduced over the samples; ``None`` for what its last operation is.
@@ -450,6 +450,8 @@ class GenericLoss:
         twice = NodeVjp(edges, [head.edge for head in self.heads])
         if any(name_of(node) == "torch::autograd::Error" for node in twice.nodes):
             raise self._not_twice("a function in it is marked with once_differentiable")
+        if lost := [name_of(node) for node in self._vjp.order if loses_derivative(node)]:
+            raise self._not_twice(f"the backward of {lost[0]} returns what its forward computed, or leaves autograd")
         inside = {*self._vjp.order, *(head.edge.node for head in self.heads)}
 
         def product(vectors: Sequence[Tensor], rounding: list[Tensor] | None = None) -> list[Tensor]:

@@ -228,6 +228,8 @@ class Kernel(torch.autograd.Function):
         y = torch.tanh(x + bias)
         ctx.save_for_backward(x, y)
         ctx.does, ctx.bias, ctx.factor = does, bias, 1.0
+        if does == "prepares":
+            ctx.slope = 1 - y**2
         return y
 
     @staticmethod
@@ -247,6 +249,8 @@ class Kernel(torch.autograd.Function):
             ctx.bias.grad = found.sum(0) if ctx.bias.grad is None else ctx.bias.grad.add_(found.sum(0))
         elif ctx.does == "detaches":
             found = found.detach().clone()
+        elif ctx.does == "prepares":
+            found = grad * ctx.slope
         return found, None if ctx.does == "adds" else found.sum(0), None
 
 
@@ -284,13 +288,22 @@ def test_functions_that_draw_are_repeated_with_the_same_numbers():
         it.loss().backward()
 
 
-def test_functions_that_leave_autograd_have_no_second_derivative():
-    it = problem(Fused("detaches"))
+@pytest.mark.parametrize("does", ["detaches", "prepares"])
+def test_functions_that_leave_autograd_have_no_second_derivative(does: str):
+    """Nor have those whose forward computes their slopes; where the loss comes after them or is one."""
+    it = problem(Fused(does))
     with backpack(BatchGrad(), KFLR()):
         it.loss().backward()
     loss = it.loss()
     with refused(it.model, "diag_h", "KernelBackward", "leaves autograd", "GGN"), backpack(DiagHessian()):
         loss.backward()
+    it, bias = problem(), torch.zeros(3).double().requires_grad_()
+    for extension in (DiagHessian, KFLR, KFAC):
+        loss = it.loss() + Kernel.apply(it.model(it.x), bias, does).sum()
+        with refused(it.model, extension.field, "no second derivative", "KernelBackward"), backpack(extension()):
+            loss.backward()
+    with backpack(BatchGrad()):
+        (it.loss() + Kernel.apply(it.model(it.x), bias, does).sum()).backward()
 
 
 def test_several_vectors_at_once():
