@@ -1,5 +1,6 @@
 """AdamW in the eigenbasis of Kronecker-factored curvature."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Unpack
 
@@ -254,7 +255,7 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
 
     def _move(self, ranks: Alone, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """The step of AdamW from zero in the eigenbasis, taken from where the parameters are."""
-        params, sums = list(grads), torch.zeros(3, device=self._device())
+        params, sums = list(grads), [lambda: torch.zeros(3, device=self._device())]
         if params:
             stacks = [stack for stack, *_ in self._rotated]
             after = [stack.join("after") for stack in stacks]
@@ -271,7 +272,7 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
                 for stack, (step, _) in zip(stacks, steps, strict=True):
                     for piece, more in stack.wide(step, self._quantity.options["wide"]):
                         piece *= more**-0.5
-                sums = moments(steps)
+                sums = [moments(*pair) for pair in steps]
                 for stack, (step, _), flat in zip(stacks, steps, after, strict=True):
                     change = stack.product("rotated", step)
                     self._hold_masked(stack, change, grads)
@@ -280,7 +281,7 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
                 for stack, flat in zip(stacks, after, strict=True):
                     torch._foreach_copy_(stack.params, stack.split(flat))  # pyright: ignore[reportPrivateImportUsage]
             self._rotated = []
-        self._measured = partial(_measured, ranks.over_owners(sums), self._run.step_weight)
+        self._measured = partial(_measured, self._over_owners(ranks, sums), self._run.step_weight)
 
     def _hold_masked(self, stack: Stack, step: Tensor, grads: dict[Tensor, Tensor]) -> None:
         """Leave entries where they are for which hooks of their parameter left no gradient so far."""
@@ -310,7 +311,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     return x * (norms / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=least))
 
 
-def _measured(sums: Tensor, weight: Tensor) -> dict[str, Any]:
+def _measured(total: Callable[[], Tensor], weight: Tensor) -> dict[str, Any]:
     """The metrics of a step, by its `moments`."""
-    ug, uu, gg = sums
+    ug, uu, gg = total()
     return {"step_norm": uu.sqrt(), "grad_norm": gg.sqrt() / weight.to(gg), "cosine": cosine(-ug, uu, gg)}

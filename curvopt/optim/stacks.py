@@ -86,7 +86,7 @@ class Stack:
         return [(len(list(same)), numel) for numel, same in groupby(self.numels)]
 
     @cached_property
-    def _roots(self) -> Tensor:
+    def roots(self) -> Tensor:
         """By which norms of parameters with many inputs count more, ``[params]``."""
         dtype = torch.promote_types(self.params[0].dtype, torch.float32)
         runs = [(len(list(same)), excess(inputs) ** 0.5) for inputs, same in groupby(self.inputs)]
@@ -137,25 +137,23 @@ class Stack:
         pieces = zip(flat.split(self.numels), self.inputs, strict=True)
         return [(piece, more) for piece, n in pieces if (more := excess(n, wide)) > 1]
 
-    def clip(self, flat: Tensor, norms: Tensor, whole: Tensor, bound: Tensor | None) -> Tensor:
+    def clip(self, flat: Tensor, norms: Tensor, bound: Tensor | None) -> Tensor:
         """Bound the root mean square of each parameter's values, in place.
 
         Args:
             flat: the values.
-            norms: of them, and of what is 1 for entries that count in the mean, else 0, ``[params, 2]``.
-            whole: those of parameters of which other ranks have rows, too.
+            norms: of them, and of what is 1 for entries that count in the mean, else 0, ``[params, 2]``; where other
+                ranks have rows of a parameter, of all of it.
             bound: of weights with at most `WIDE` inputs; ``None`` for none.
 
         Returns:
-            Sums of squares before, after, and after by how they count, and the number of entries that do, ``[4]``.
+            By what the values were multiplied, ``[params]``.
         """
-        before, counts = norms.unbind(1)
-        wide, after = before * self._roots, before
+        length, number = norms.unbind(1)
+        factors = rms_clip_factor(length * self.roots / number.clamp(min=1), bound)
         if bound is not None:
-            factors = rms_clip_factor(whole[:, 0] * self._roots / whole[:, 1].clamp(min=1), bound)
-            after, wide = before * factors, wide * factors
             self.scale(flat, factors)
-        return torch.stack([before, after, wide, counts]).square().sum(1)
+        return factors
 
     def memory(self, name: str) -> Tensor:
         """A vector ``[P]`` of at least float32, whose values last until the same name is asked for again.

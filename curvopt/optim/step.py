@@ -4,7 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from inspect import unwrap
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal
@@ -614,7 +614,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _precondition(self, ranks: Alone, grads: dict[Tensor, Tensor], joined: Joined) -> dict[Tensor, Tensor]:
         """The preconditioned gradients, clipped; records the metrics."""
         run = self._run
-        sums = [] if joined else [torch.zeros(7, dtype=torch.float64, device=self._device())]
+        sums: list[Callable[[], Tensor]] = []
         solved: list[tuple[Stack, Tensor]] = []
         norms: list[Tensor] = []
         known = ranks.have_curvature(self.state)
@@ -630,18 +630,30 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             norms.append(torch.stack([stack.norms(update), stack.norms(moves)], 1))
         whole = ranks.over_pieces((param for stack, _ in solved for param in stack.params), norms, norms=True)
         for (i, stack, grad, gg), (_, update), here, of_all in zip(joined, solved, norms, whole, strict=True):
-            rate, squares = self.param_groups[i]["lr"], stack.clip(update, here, of_all, bound)
-            sums.append(torch.cat([torch.stack([update.dot(grad), gg, squares[1] * rate**2]), squares]))
+            rate, factors = self.param_groups[i]["lr"], stack.clip(update, of_all, bound)
+            sums.append(partial(_sums, update.dot(grad), gg, rate**2, here, factors, stack.roots))
         # of the loss, not divided by its weight; so are the updates, below
-        total = ranks.over_owners(reduce(torch.add, [each.to(sums[0]) for each in sums]))
-        weight, clip = run.step_weight.to(total), 1.0
+        total = self._over_owners(ranks, sums or [lambda: torch.zeros(7, dtype=torch.float64, device=self._device())])
+        weight, clip = run.step_weight.to(solved[0][1] if solved else total()), 1.0
         if not known:  # plain gradients have no natural length: they take that of the bound
-            clip = rms_clip_factor((total[5] / total[6].clamp(min=1)).sqrt() / weight, self.rms_clip, inf)
+            clip = rms_clip_factor((total()[5] / total()[6].clamp(min=1)).sqrt() / weight, self.rms_clip, inf)
         self._measured = partial(_measured, total, weight, clip, self.param_groups[0], run.mean_curvature)
         scale = clip / weight
         for device, updates in by_device([update for _, update in solved]).items():
             torch._foreach_mul_(updates, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
         return by_parameter(solved, grads)
+
+    def _over_owners(self, ranks: Alone, sums: Sequence[Callable[[], Tensor]]) -> Callable[[], Tensor]:
+        """Their sum over the ranks, once somebody asks for it; at once where ranks meet for that."""
+
+        @cache
+        def total() -> Tensor:
+            found = [each() for each in sums]
+            return ranks.over_owners(reduce(torch.add, [each.to(found[0]) for each in found]))
+
+        if ranks.meet:
+            total()
+        return total
 
     def _move(self, ranks: Alone, grads: dict[Tensor, Tensor], update: dict[Tensor, Tensor]) -> None:
         """Run the step of the torch optimizer, without its weight decay, on ``update`` in place of the gradients."""
@@ -761,10 +773,25 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 attach(self)
 
 
+def _sums(ug: Tensor, gg: Tensor, rate2: float | Tensor, norms: Tensor, factors: Tensor, roots: Tensor) -> Tensor:
+    """The sums of a stack for metrics, ``[7]``.
+
+    ``uᵀg``, ``gᵀg``, squares of ``lr u``, squares before and after the clip and by how they count, number of entries.
+    """
+    before, counts = norms.unbind(1)
+    squares = torch.stack([before, before * factors, before * roots * factors, counts]).square().sum(1)
+    return torch.cat([torch.stack([ug, gg, squares[1] * rate2]), squares])
+
+
 def _measured(
-    sums: Tensor, weight: Tensor, clip: float | Tensor, group: Mapping[str, Any], mean_curvature: Tensor
+    total: Callable[[], Tensor],
+    weight: Tensor,
+    clip: float | Tensor,
+    group: Mapping[str, Any],
+    mean_curvature: Tensor,
 ) -> dict[str, Any]:
-    """The metrics of a step, by its sums ``[7]``."""
+    """The metrics of a step, by its `_sums`."""
+    sums = total()
     # divided twice, because the square of the weight may leave the range of float32
     ug, gg, length, raw, uu, weighted = (sums[:6] / weight / weight).unbind()
     # rows of an embedding that no token asked for have no part in the mean

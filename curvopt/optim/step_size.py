@@ -1,6 +1,7 @@
 """How long a step may be: the damping, and the bound on its root mean square."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
@@ -54,10 +55,9 @@ def rms_clip_factor(rms: Tensor, rms_clip: float | Tensor | None, limit: float =
     return (rms_clip / rms.clamp(min=torch.finfo(rms.dtype).tiny)).clamp(max=limit)
 
 
-def moments(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Sums ``[3]`` of ``uᵀg``, ``uᵀu`` and ``gᵀg`` over pairs ``u, g`` of vectors."""
-    dots = [dot for u, g in pairs for dot in (u.dot(g), u.dot(u), g.dot(g))]
-    return torch.stack([dot.to(dots[0]) for dot in dots]).view(-1, 3).sum(0)
+def moments(u: Tensor, g: Tensor) -> Callable[[], Tensor]:
+    """Computes ``[3]`` of vectors: ``uᵀg``, ``uᵀu`` and ``gᵀg``."""
+    return partial(torch.stack, [u.dot(g), u.dot(u), g.dot(g)])
 
 
 def sums_of(tensors: Sequence[Tensor]) -> list[Tensor]:
