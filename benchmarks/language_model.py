@@ -375,7 +375,7 @@ def markdown(result: Result) -> str:
         ends = [_end(run) for run in found["runs"]]
         cells = [
             name,
-            "default" if found["lr"] is None else f"{found['lr']:g}, best of {len(found['tried'])}",
+            "not tuned" if found["lr"] is None else f"{found['lr']:g}, best of {len(found['tried'])}",
             f"{statistics.fmean(ends):.3f}",
             ", ".join(f"{loss:.3f}" for loss in ends),
             str(found["runs"][0][-1]["step"]),
@@ -396,7 +396,7 @@ def draw(result: Result, path: Path) -> None:
     budget = costs(methods["AdamW"]["runs"][0])[-1]
     figure, axes = plt.subplots(1, 2, figsize=(7.5, 3.2), sharey=True, layout="constrained")
     colours = {"AdamW": "0.2", "schedule-free AdamW": "0.6", "Muon": "tab:brown", "SOAP": "tab:blue"}
-    colours |= {"KFACSGD": "tab:orange", "KFACAdamW": "tab:red"}
+    colours |= {"KFACSGD": "tab:orange", "KFACAdamW": "tab:red", "KFACAdamW, orthogonalized inside": "tab:purple"}
     for name, colour in colours.items():
         run = methods[name]["runs"][0]
         losses = [row["loss"] for row in run]
