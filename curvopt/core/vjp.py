@@ -414,13 +414,15 @@ def loses_derivative(node: Any) -> bool:
         return False
     with torch.enable_grad():
         ones = [torch.ones(meta.shape, dtype=meta.dtype, device=meta.device) for meta in outputs_of(node)]
-        given = [one.requires_grad_(one.is_floating_point() or one.is_complex()) for one in ones]
-        found = [grad for grad in call_node(node, given) if grad is not None and grad.any()]
+        given = [one.requires_grad_() for one in ones if one.is_floating_point() or one.is_complex()]
+        found = [grad for grad in call_node(node, ones) if grad is not None and grad.any()]
+        along = [torch.ones_like(grad).unsqueeze(0) for grad in found]
         # a backward is linear in what it gets, so a result that does not depend on it has left autograd
-        if not all(grad.requires_grad for grad in found):
-            return True
+        for grad, one in zip(found, along, strict=True):
+            if not grad.requires_grad or all(each is None for each in pull([grad], given, [one])):
+                return True
         kept = [*node.saved_tensors, *(value for value in vars(node).values() if isinstance(value, Tensor))]
         if not found or not any(t.is_floating_point() and t.ndim and not t.requires_grad for t in kept):
             return False
         below = [GradientEdge(edge, nr) for edge, nr in node.next_functions if edge is not None]
-        return all(each is None for each in pull(found, below, [torch.ones_like(grad)[None] for grad in found]))
+        return all(each is None for each in pull(found, below, along))

@@ -40,7 +40,7 @@ def hessian_vector_product(
     """
     params, v = as_list(params), as_list(v)
     check_shapes("hessian_vector_product: v", v, params)
-    check_differentiable("hessian_vector_product", [f])
+    check_differentiable("hessian_vector_product", [f], twice=True)
     roots = [] if f.grad_fn is None else [f.grad_fn]
     boundary = frozenset(p.grad_fn for p in params if p.grad_fn is not None)
     if WRONG_TWICE.nodes(roots, boundary):

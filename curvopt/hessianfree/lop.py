@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from curvopt.core.nodes import walk
-from curvopt.core.vjp import own_backward
+from curvopt.core.vjp import loses_derivative, own_backward
 from curvopt.errors import CurvoptError
 
 
@@ -56,8 +56,14 @@ def check_shapes(argument: str, vectors: Sequence[Tensor], like: Sequence[Tensor
 _once_differentiable = torch.autograd.function.once_differentiable(lambda ctx, grad: grad).__code__
 
 
-def check_differentiable(caller: str, ys: Sequence[Tensor] | Sequence[GradientEdge]) -> None:
-    """Raise if a function behind ``ys`` is marked as differentiable only once: autograd.grad takes it for linear."""
+def check_differentiable(caller: str, ys: Sequence[Tensor] | Sequence[GradientEdge], twice: bool = False) -> None:
+    """Raise if a function behind ``ys`` is marked as differentiable only once: autograd.grad takes it for linear.
+
+    Args:
+        caller: for messages.
+        ys: outputs.
+        twice: also if the derivative of its backward is lost, as Hessians need it.
+    """
     for node in walk([node for y in ys if (node := y.node if isinstance(y, GradientEdge) else y.grad_fn) is not None]):
         if isinstance(node, BackwardCFunction):
             function = node._forward_cls  # type: ignore[attr-defined]
@@ -65,4 +71,9 @@ def check_differentiable(caller: str, ys: Sequence[Tensor] | Sequence[GradientEd
                 raise CurvoptError(
                     f"{caller}: {function.__name__} is marked as once_differentiable, so PyTorch has no second "
                     "derivative of it; write its backward in operations that are differentiable."
+                )
+            if twice and loses_derivative(node):
+                raise CurvoptError(
+                    f"{caller}: the backward of {function.__name__} returns what its forward computed, or leaves "
+                    "autograd, so its second derivative is not known; write it by operations of PyTorch."
                 )

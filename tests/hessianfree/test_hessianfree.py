@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Once
+from cases import Once, Sine
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.testing import assert_close
@@ -291,3 +291,33 @@ def test_functions_that_are_differentiable_once_are_refused(product):
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(CurvoptError, match="once_differentiable"):  # autograd.grad takes it for zero
         product(Once.apply(2 * x).sum(), x, torch.ones(2))
+
+
+class Prepared(torch.autograd.Function):
+    """A sine whose forward computes its slope."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.slope = x.cos()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad * ctx.slope
+
+
+class Hidden(Sine):
+    """A sine whose backward hides what it gets."""
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.data * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.parametrize("function", [Prepared, Hidden])
+def test_functions_whose_backward_has_no_derivative_are_refused(function):
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(CurvoptError, match=f"{function.__name__} returns what its forward computed, or leaves"):
+        hessian_vector_product(function.apply(2 * x).sum(), x, torch.ones(2))
+    Jv = R_op(Prepared.apply(2 * x), x, torch.ones(2))  # which needs none
+    assert_close(Jv[0], 2 * (2 * x).cos())

@@ -69,7 +69,7 @@ class Differentiated:
 
     def twice(self) -> Vector:
         """The gradient with its graph."""
-        check_differentiable("HessianFree", self.roots)
+        check_differentiable("HessianFree", self.roots, twice=True)
         with torch.enable_grad():
             return list(L_op(self.roots, self.parameters, self.cotangents, detach=False))
 
