@@ -51,6 +51,11 @@ def name_of(node: Node) -> str:
     return type(node).name(node)
 
 
+def is_of_users(node: Node) -> bool:
+    """Whether a node is a ``torch.autograd.Function`` that is not PyTorch's."""
+    return isinstance(node, BackwardCFunction) and not type(node)._forward_cls.__module__.startswith("torch.")  # type: ignore[attr-defined]
+
+
 def leaf_of(node: Node | None) -> Any:
     """The leaf tensor whose gradient a node accumulates, if it does; what users keep on their functions is none."""
     return None if isinstance(node, BackwardCFunction) else getattr(node, "variable", None)

@@ -5,6 +5,7 @@ can go::
 
     WRONG_TWICE       second derivative of weight norm is wrong             a named error
     wrong_together    batch norm of one image, several vectors at once      vectors one by one
+    wrong_together    `.data` in a function's backward, several at once     vectors one by one
     lone_biases       second derivatives of norms with a bias and no weight    a named error
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.parallel import DistributedDataParallel
 
-from curvopt.core.nodes import name_of, shape_of, walk
+from curvopt.core.nodes import is_of_users, name_of, shape_of, walk
 
 
 def running_backward() -> int:
@@ -119,6 +120,7 @@ def wrong_together(outputs: Sequence[GradientEdge | Tensor]) -> bool:
     """Whether several vectors at once may be pulled back wrongly: by PyTorch's batch norm of one image on a CPU.
 
     It mistakes strides of a batch of vectors in channels-last layout. An instance norm is one of one image, too.
+    ``.data`` of a batch of vectors crashes the process, and the backward of a function that users wrote may take it.
     """
     roots = [out.node if isinstance(out, GradientEdge) else out.grad_fn for out in outputs]
     for node in walk([root for root in roots if root is not None]):
@@ -126,4 +128,6 @@ def wrong_together(outputs: Sequence[GradientEdge | Tensor]) -> bool:
             shape = shape_of(node)
             if len(shape) > 3 and shape[0] == 1 and node._input_metadata[0].device.type == "cpu":  # type: ignore[attr-defined]
                 return True
+        if is_of_users(node):
+            return True
     return False

@@ -29,7 +29,16 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from curvopt.core.nodes import consumers_first, leads_further_to, leaf_of, metadata, name_of, outputs_of, shape_of
+from curvopt.core.nodes import (
+    consumers_first,
+    is_of_users,
+    leads_further_to,
+    leaf_of,
+    metadata,
+    name_of,
+    outputs_of,
+    shape_of,
+)
 from curvopt.core.pytorch_workarounds import running_backward, wrong_together
 from curvopt.core.randomness import RandomState
 from curvopt.errors import CurvoptError
@@ -364,9 +373,9 @@ def check_functions(nodes: Iterable[Node]) -> None:
     """
     for node in nodes:
         kind: Any = type(node)
-        if not isinstance(node, BackwardCFunction) or kind in _repeatable:
+        if not is_of_users(node) or kind in _repeatable:
             continue
-        if not kind._forward_cls.__module__.startswith("torch.") and not _is_repeatable(node):
+        if not _is_repeatable(node):
             raise NotRepeatable(
                 f"{name_of(node)}: the backward of this torch.autograd.Function cannot be called several times, as "
                 "fields need: it overwrites or frees what it saved, or adds to .grad itself, as fused kernels do. Use "
@@ -410,7 +419,7 @@ def loses_derivative(node: Any) -> bool:
     saved without their graph, while nothing depends on an input. A linear function that saves a constant matrix looks
     the same.
     """
-    if not isinstance(node, BackwardCFunction) or type(node)._forward_cls.__module__.startswith("torch."):  # type: ignore[attr-defined]
+    if not is_of_users(node):
         return False
     with torch.enable_grad():
         ones = [torch.ones(meta.shape, dtype=meta.dtype, device=meta.device) for meta in outputs_of(node)]

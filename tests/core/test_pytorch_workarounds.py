@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Lambda
 from checks import columns_per_sweep
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -105,6 +110,43 @@ def test_several_columns_of_one_image_pass_a_batch_norm_before_a_channels_last_c
                 lossfunc(model(x), y).backward()
             found.append([p.diag_ggn_exact for p in model.parameters()])
         assert_close(*found)
+
+
+class Clamp(torch.autograd.Function):
+    """A straight-through estimator, as they were written before 2018."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.data * (ctx.saved_tensors[0].abs() <= 1)
+
+
+CRASH = """
+x = torch.ones(3, requires_grad=True)
+torch.autograd.grad(Clamp.apply(x), x, torch.ones(2, 3), is_grads_batched=True)
+"""
+
+
+def test_data_of_several_vectors_crashes():
+    code = f"import torch\nfrom torch import Tensor\n{inspect.getsource(Clamp)}\n{CRASH}"
+    crash = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert crash.returncode < 0, crash.stderr
+
+
+def test_several_columns_pass_a_function_that_takes_data():
+    found = []
+    for function in (Clamp.apply, lambda x: x.clamp(-1, 1)):
+        torch.manual_seed(0)
+        net = extend(nn.Sequential(nn.Linear(3, 4), Lambda(function), nn.Linear(4, 3)).double())
+        x, y = torch.randn(5, 3, **DOUBLE), torch.randint(3, (5,))
+        with backpack(DiagGGNExact()), columns_per_sweep(3):
+            F.cross_entropy(net(x), y).backward()
+        found.append([p.diag_ggn_exact for p in net.parameters()])
+    assert_close(*found)
 
 
 def test_compiled_code_is_not_guarded_against_hooks():
