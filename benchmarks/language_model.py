@@ -5,8 +5,8 @@ norm with gains, normalized queries and keys, squared ReLU, capped logits, an un
 inside of the model and a sum over tokens. Each optimizer takes the same steps, with a rate that falls linearly over the
 last 70 % of its own run; the validation loss is taken at fixed steps. AdamW, schedule-free AdamW, Muon and SOAP have
 the best of four rates, chosen with one seed and reported with other ones; curvopt's optimizers have their defaults, and
-`KFACAdamW` once the settings that its documentation has for language models. Finished runs are kept by their settings,
-so a call goes on where another one has ended.
+`KFACAdamW` also its settings for language models. Finished runs are kept by their settings, so a call goes on where
+another one has ended.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def schedule_free(model: GPT, lr: float) -> list[torch.optim.Optimizer]:
 
 
 def orthogonalized(model: GPT) -> KFACAdamW:
-    """KFACAdamW that orthogonalizes the steps of the matrices for which Muon is, with other settings than its own."""
+    """KFACAdamW with its settings for language models: steps of the matrices that Muon takes are orthogonalized."""
     groups = [{"params": each, "orthogonalize": on} for each, on in zip(divided(model), (True, False), strict=True)]
     optimizer = KFACAdamW(groups, lr=0.02, betas=(0.9, 0.95))
     optimizer.attach(model)
@@ -216,7 +216,7 @@ TUNED = {
     "SOAP": (soap, (0.002, 0.004, 0.008, 0.016)),
 }
 #: Optimizers that are not tuned, and how long they are trained.
-DEFAULTS = {
+NOT_TUNED = {
     "KFACAdamW": (KFACAdamW, 1.0),
     "KFACAdamW, 0.85 of the steps": (KFACAdamW, 0.85),
     "KFACAdamW, betas=(0.9, 0.95)": (partial(KFACAdamW, betas=(0.9, 0.95)), 1.0),
@@ -241,7 +241,7 @@ def train(size: Size, name: str, lr: float | None, seed: int, text: Text, device
         optimizers = TUNED[name][0](model, lr)
         steps = size.steps
     else:
-        kind, part = DEFAULTS[name]
+        kind, part = NOT_TUNED[name]
         optimizers, steps = [kind(model)], round(part * size.steps)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (steps - step) / (0.7 * steps)))
@@ -339,9 +339,9 @@ def rows_of(settings: Settings, name: str, lr: float | None, seed: int, text: Te
 def compared(settings: Settings) -> Result:
     """All runs."""
     text, found = Text.load(), {}
-    total = sum(len(rates) for _, rates in TUNED.values()) + settings.seeds * (len(TUNED) + len(DEFAULTS))
+    total = sum(len(rates) for _, rates in TUNED.values()) + settings.seeds * (len(TUNED) + len(NOT_TUNED))
     with tqdm(total=total, unit=" runs") as bar:
-        best: dict[str, float | None] = dict.fromkeys(DEFAULTS)
+        best: dict[str, float | None] = dict.fromkeys(NOT_TUNED)
         for name, (_, rates) in TUNED.items():
             scores = {lr: _end(rows_of(settings, name, lr, 0, text, bar)) for lr in rates}
             best[name] = min(scores, key=scores.__getitem__)

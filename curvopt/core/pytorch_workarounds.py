@@ -117,10 +117,10 @@ def lone_biases(root: Node, boundary: frozenset = frozenset()) -> list[Node]:
 
 
 def wrong_together(outputs: Sequence[GradientEdge | Tensor]) -> bool:
-    """Whether several vectors at once may be pulled back wrongly: by PyTorch's batch norm of one image on a CPU.
+    """Whether PyTorch may pull several vectors back wrongly at once, or crash.
 
-    It mistakes strides of a batch of vectors in channels-last layout. An instance norm is one of one image, too.
-    ``.data`` of a batch of vectors crashes the process, and the backward of a function that users wrote may take it.
+    Its batch norm of one image on a CPU mistakes strides of a batch of vectors in channels-last layout; an instance
+    norm is one of one image, too. And ``.data`` of such a batch crashes the process: users' functions may take it.
     """
     roots = [out.node if isinstance(out, GradientEdge) else out.grad_fn for out in outputs]
     for node in walk([root for root in roots if root is not None]):

@@ -509,8 +509,8 @@ class ModuleCall:
             name = next(name for name, seen in zip(now, self.seen, strict=True) if seen is not now[name])
             raise CurvoptError(
                 f"{self.describe()} was called with another '{name}' than its parameter (torch.func.functional_call? "
-                "fully_shard?); call it with its parameters, or have torch.nn.utils.parametrize compute it from "
-                "one. In several processes, train with DistributedDataParallel, which does not shard parameters."
+                "fully_shard?); call it with its parameters, or have torch.nn.utils.parametrize compute it from a "
+                "parameter. In several processes, train with DistributedDataParallel, which does not shard parameters."
             )
 
     def modified(self) -> CurvoptError:

@@ -415,9 +415,9 @@ def _is_repeatable(node: Any) -> bool:
 def loses_derivative(node: Any) -> bool:
     """Whether the backward of a function that users wrote lacks its derivative.
 
-    It leaves autograd, as kernels do, or returns what the forward has computed, as fused losses do: numbers that are
-    saved without their graph, while nothing depends on an input. A linear function that saves a constant matrix looks
-    the same.
+    Either it leaves autograd, as kernels do; or it returns what the forward has computed, as fused losses do: then it
+    keeps floating-point tensors without a graph, and its result depends on no input of the function. A linear function
+    that keeps a constant matrix looks the same.
     """
     if not is_of_users(node):
         return False

@@ -105,9 +105,9 @@ class KFACAdamW(CurvatureOptimizer, torch.optim.AdamW):
     had none so far stay where they are. After a mask that is written as ``param.grad *= mask``, multiply the parameter
     by it after each step.
 
-    With ``orthogonalize=True``, the singular values of a matrix's step are made equal before these rules, and the step
-    as long as it was (`orthogonalized`), so that weak directions move as far as strong ones: Muon (Jordan et al. 2024),
-    of AdamW in the eigenbasis in place of momentum. It pays for the matrices inside of a language model, and costs at
+    With ``orthogonalize=True``, the step of a matrix gets about equal singular values and keeps its norm, before steps
+    uphill are left out and rates of wide weights fall. So weak directions move as far as strong ones, as in Muon
+    (Jordan et al. 2024), which does this to momentum. It pays for the matrices inside of a language model, and costs at
     most 15 products of a matrix with a square one. Give embeddings and the last layer a group without it::
 
         import torch

@@ -77,7 +77,7 @@ class Stack:
 
     @cached_property
     def inputs(self) -> list[int]:
-        """Number of inputs of each parameter; of stacked matrices, the larger side, as nothing says which it is."""
+        """Number of inputs of each parameter; of stacked matrices the larger side, as nothing says which has them."""
         return [columns if number == 1 else max(rows, columns) for number, rows, columns in self._matrices]
 
     @cached_property

@@ -644,7 +644,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         return by_parameter(solved, grads)
 
     def _over_owners(self, ranks: Alone, sums: Sequence[Callable[[], Tensor]]) -> Callable[[], Tensor]:
-        """Their sum over the ranks, once somebody asks for it; at once where ranks meet for that."""
+        """A function that adds up sums of stacks, over all ranks; called here where ranks meet in a step."""
 
         @cache
         def total() -> Tensor:

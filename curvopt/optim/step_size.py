@@ -56,7 +56,7 @@ def rms_clip_factor(rms: Tensor, rms_clip: float | Tensor | None, limit: float =
 
 
 def moments(u: Tensor, g: Tensor) -> Callable[[], Tensor]:
-    """Computes ``[3]`` of vectors: ``uᵀg``, ``uᵀu`` and ``gᵀg``."""
+    """A function that returns ``uᵀg``, ``uᵀu`` and ``gᵀg`` of vectors, ``[3]``; the products are taken here."""
     return partial(torch.stack, [u.dot(g), u.dot(u), g.dot(g)])
 
 

@@ -40,7 +40,7 @@ def test_the_command_compares_all_and_keeps_finished_runs(tmp_path: Path) -> Non
     command = ["--size", "tiny", "--seeds", "1", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
     bench.main(command)
     found = json.loads((tmp_path / "language-model-tiny.json").read_text())
-    assert set(found["methods"]) == {*bench.TUNED, *bench.DEFAULTS}
+    assert set(found["methods"]) == {*bench.TUNED, *bench.NOT_TUNED}
     assert all(
         run[-1]["loss"] < 5.6 for method in found["methods"].values() for run in method["runs"]
     )  # log 256 is 5.5
